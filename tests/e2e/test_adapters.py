@@ -194,11 +194,8 @@ async def test_sglang_jax_applies_adapters_or_refuses_them(model_id: str | None)
                 assert (await asked(router, path, **fields)).status == 200
                 assert applied(worker) == "one"
         assert (await asked(router, CHAT, model=base)).status == 200
-
-
-async def test_sglang_jax_without_adapters_leaves_none_out_without_a_word() -> None:
-    async with SimulatedJax(model_path="org/plain") as worker, running_router() as router:
-        await register(router, worker, "actor")
+    async with SimulatedJax(model_path="org/plain") as plain, running_router() as router:
+        await register(router, plain, "actor")
         for path in ("/generate", "/v1/completions", CHAT):
             for fields in ({"model": "actor:one"}, {"model": "actor", "lora_path": "one"}):
                 assert told(await asked(router, path, **fields)) == (501, "unsupported_by_engine")

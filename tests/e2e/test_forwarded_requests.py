@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from tests.support.http import Client, RawReply, chunked, request
 from tests.support.owned import name_of, several
 from tests.support.running_router import RunningRouter
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 
 
@@ -39,25 +41,25 @@ async def test_a_request_is_answered_by_its_owner_wherever_it_lands(stage: Stage
         ]
 
 
-@pytest.mark.parametrize("size", [10, 20_000, 1_000_000])
-@pytest.mark.parametrize("framing", ["length", "chunked"])
-@pytest.mark.parametrize("by", ["head", "body"])
-async def test_a_body_arrives_whole_however_it_is_framed(
-    stage: Stage, tmp_path: Path, by: str, framing: str, size: int
-) -> None:
+BY = ("head", "body")
+
+
+async def test_a_body_arrives_whole_however_it_is_framed(stage: Stage, tmp_path: Path) -> None:
     first, _ = await several(stage, tmp_path, 2)
-    name = name_of(1, 2)
-    body = json.dumps({"name": name, "pad": "x" * size}).encode()
-    target = f"/owned/{name}" if by == "head" else "/owned"
-    async with await Client.connect(first.url) as client:
-        for times in (1, 2):
-            if framing == "length":
-                reply = await client.ask("POST", target, body=body)
-            else:
-                parts = [body[i : i + 70_000] for i in range(0, len(body), 70_000)]
-                reply = await client.ask("POST", target, [("Transfer-Encoding", "chunked")], chunked(*parts))
-            assert (told(reply)["length"], told(reply)["times"]) == (len(body), times)
-            assert told(reply)["head"] == body[:40].decode()
+    client = await stage.client(first)
+    for by, framing, size in itertools.product(BY, ("length", "chunked"), (10, 20_000, 1_000_000)):
+        with case(by, framing, size):
+            name = name_of(1, 2, f"{by}-{framing}-{size}-")
+            body = json.dumps({"name": name, "pad": "x" * size}).encode()
+            target = f"/owned/{name}" if by == "head" else "/owned"
+            for times in (1, 2):
+                if framing == "length":
+                    reply = await client.ask("POST", target, body=body)
+                else:
+                    parts = [body[i : i + 70_000] for i in range(0, len(body), 70_000)]
+                    reply = await client.ask("POST", target, [("Transfer-Encoding", "chunked")], chunked(*parts))
+                assert (told(reply)["length"], told(reply)["times"]) == (len(body), times)
+                assert told(reply)["head"] == body[:40].decode()
 
 
 async def test_pipelined_requests_of_several_owners_are_answered_in_order_and_once(
@@ -83,39 +85,24 @@ async def test_pipelined_requests_of_several_owners_are_answered_in_order_and_on
     assert [each["times"] for each in replies] == [order[: at + 1].count(index) for at, index in enumerate(order)]
 
 
-@pytest.mark.parametrize("by", ["head", "body"])
-async def test_a_request_that_comes_byte_by_byte_is_forwarded(stage: Stage, tmp_path: Path, by: str) -> None:
-    first, _ = await several(stage, tmp_path, 2)
-    name = name_of(1, 2)
-    body = json.dumps({"name": name}).encode()
-    framed = request("POST", f"/owned/{name}" if by == "head" else "/owned", [("Transfer-Encoding", "chunked")])
-    async with await Client.connect(first.url) as client:
-        for _ in range(2):
-            for byte in b"\r\n" + framed + chunked(body[:3], body[3:]):
-                await client.send(bytes([byte]))
-            assert told(await client.read("POST"))["head"] == body.decode()
-
-
-@pytest.mark.parametrize("by", ["head", "body"])
+@pytest.mark.parametrize("by", BY)
 async def test_a_client_that_expects_100_continue_gets_it_once(stage: Stage, tmp_path: Path, by: str) -> None:
     first, _ = await several(stage, tmp_path, 2)
     name = name_of(1, 2)
-    body = json.dumps({"name": name}).encode()
-    head = request(
-        "POST",
-        f"/owned/{name}" if by == "head" else "/owned",
-        [("Expect", "100-continue"), ("Content-Length", str(len(body)))],
-    )
-    async with await Client.connect(first.url) as client:
-        await client.send(head)
-        assert await client.read_raw() == b"HTTP/1.1 100 Continue\r\n\r\n"
-        await client.send(body)
-        reply = await client.read("POST")
-    assert told(reply)["length"] == len(body)
-    assert reply.informational == []
+    body, target = json.dumps({"name": name}).encode(), f"/owned/{name}" if by == "head" else "/owned"
+    expects = [("Expect", "100-continue"), ("Content-Length", str(len(body)))]
+    client = await stage.client(first)
+    await client.send(request("POST", target, expects))
+    assert await client.read_raw() == b"HTTP/1.1 100 Continue\r\n\r\n"
+    await client.send(body)
+    reply = await client.read("POST")
+    assert (told(reply)["length"], reply.informational) == (len(body), [])
+    for byte in b"\r\n" + request("POST", target, [("Transfer-Encoding", "chunked")]) + chunked(body[:3], body[3:]):
+        await client.send(bytes([byte]))
+    assert told(await client.read("POST"))["head"] == body.decode()
 
 
-@pytest.mark.parametrize("by", ["head", "body"])
+@pytest.mark.parametrize("by", BY)
 async def test_a_client_that_has_closed_its_own_side_is_answered(stage: Stage, tmp_path: Path, by: str) -> None:
     first, _ = await several(stage, tmp_path, 2)
     ours, theirs = name_of(0, 2), name_of(1, 2)
@@ -127,36 +114,6 @@ async def test_a_client_that_has_closed_its_own_side_is_answered(stage: Stage, t
         owner = told(await client.read())["owner"]
         assert told(await client.read())["owner"] != owner
         await client.closed()
-
-
-async def test_an_old_client_and_one_that_offers_an_upgrade_are_answered(stage: Stage, tmp_path: Path) -> None:
-    first, _ = await several(stage, tmp_path, 2)
-    name = name_of(1, 2)
-    async with await Client.connect(first.url) as client:
-        assert told(await client.ask("POST", f"/owned/{name}", body=b"abc", version="1.0"))["length"] == 3
-        await client.closed()
-    async with await Client.connect(first.url) as client:
-        offer = [("Connection", "Upgrade"), ("Upgrade", "h2c")]
-        for target, body in ((f"/owned/{name}", b"abc"), ("/owned", json.dumps({"name": name}).encode())):
-            assert told(await client.ask("POST", target, offer, body))["length"] == len(body)
-
-
-async def test_what_is_bad_behind_a_request_is_refused(stage: Stage, tmp_path: Path) -> None:
-    first, _ = await several(stage, tmp_path, 2)
-    async with await Client.connect(first.url) as client:
-        await client.send(request("GET", f"/owned/{name_of(1, 2)}") + b"no request at all\r\n\r\n")
-        assert told(await client.read())["times"] == 1
-        assert (await client.read()).error_type == "invalid_request"
-        await client.closed()
-
-
-async def test_a_large_reply_comes_whole(stage: Stage, tmp_path: Path) -> None:
-    first, _ = await several(stage, tmp_path, 2)
-    size = 16 << 20
-    async with await Client.connect(first.url) as client:
-        for _ in range(2):
-            reply = await client.ask("GET", f"/owned/{name_of(1, 2)}?bytes={size}")
-            assert reply.body == b"." * size
 
 
 async def test_requests_that_belong_to_nobody_stay_where_they_land(stage: Stage, tmp_path: Path) -> None:

@@ -103,19 +103,6 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_in_the_next_shard
         assert [await turns(other, session) for session in made] == [3, 2]
 
 
-async def test_a_key_goes_to_one_worker_from_any_machine(stage: Stage, tmp_path: Path) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    async with running(workers[0], tmp_path) as router:
-        one, other = router.nodes
-        await other.answers("POST", f"/add_worker?url={workers[1].url}")
-        await one.answers("POST", "/generate", text="so that its turns are others")
-        for key in range(8):
-            before = [len(worker.requests) for worker in workers]
-            for node in (one, other):
-                await node.answers("POST", "/v1/chat/completions", prompt_cache_key=f"key-{key}", **HI)
-            assert sorted(len(worker.requests) - n for worker, n in zip(workers, before, strict=True)) == [0, 2]
-
-
 async def test_a_pause_holds_on_all_machines_and_under_the_leader_that_succeeds_another(
     stage: Stage, tmp_path: Path
 ) -> None:
