@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,35 +92,6 @@ async def test_a_session_that_asks_for_the_models_first_waits_all_the_same(stage
             assert (await scene.turn(None, 1_600)).status == 200, "a text rollout has nothing to wait for"
             scene.end("a")
             assert (await waiting).status == 200
-
-
-async def test_a_worker_that_joins_takes_who_waits(stage: Stage) -> None:
-    async with fleet(stage) as scene, SimulatedWorker(context_len=MEMORY) as newcomer:
-        assert (await scene.turn("a", 1_500)).status == 200
-        async with under_way(scene.turn("b", 1_500)) as first, under_way(scene.turn("c", 1_500)) as second:
-            await held(scene.router, 2)
-            assert (await post(scene.router, "/workers", url=newcomer.url)).status == 201
-            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            await scene.known()
-            await held(scene.router, 1)
-            assert len(newcomer.log.at("/generate")) == 1, "one of them is all that it has room for"
-            scene.end("a")
-            assert [(await each).status for each in (first, second)] == [200, 200]
-
-
-async def test_who_waits_stays_in_the_queue_through_a_pause(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        assert (await scene.turn("a", 1_500)).status == 200
-        async with under_way(scene.turn("b", 1_500)) as waiting:
-            await held(scene.router, 1)
-            await post(scene.router, "/pause_generation", mode="abort")
-            scene.end("a")
-            async with under_way(scene.turn(None, 10)) as text:
-                await held(scene.router, 2)
-                assert not waiting.done()
-                await post(scene.router, "/continue_generation")
-                assert [(await each).status for each in (text, waiting)] == [200, 200]
-        assert gate(scene.router).held == 0
 
 
 async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: Stage) -> None:

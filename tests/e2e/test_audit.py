@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 
 from middleware_hub.auditing.tool.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.client import RouterClient
-from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.audits import (
@@ -38,7 +36,6 @@ from tests.support.layers import post
 from tests.support.restarts import StateDirectories
 from tests.support.session_trial import ADD, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage, staged
-from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
@@ -183,18 +180,6 @@ async def test_episodes_of_both_kinds_are_drawn(trial: SessionTrial) -> None:
     said = await audited(trial)
     assert (said.status, said.report["sessions"], said.report["text_rollouts"]) == (GOOD, 3, 3)
     assert (said.report["samples"], set(said.report["by_kind"])) == (6, {*KINDS})
-
-
-async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session)
-    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
-    async with under_way(audit(trial, session)) as auditing, under_way(trial.chat(session, history, **LONG)) as going:
-        await until(lambda: trial.router.app.router.gate.held == 2, "both wait at the gate")
-        await trial.ask("POST", "/continue_generation", {})
-        (sample,) = (await auditing)["samples"]
-        await going
-    assert (sample["leaf"], [span["turn"] for span in sample["spans"]]) == (2, [0, 1, 2])
 
 
 async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
@@ -345,38 +330,6 @@ async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_tok
         assert span["recorded"] == span["recomputed"] == pytest.approx([whole["logprobs"][position]])
 
 
-async def test_the_temperature_that_an_engine_assumes_counts(stage: Stage, tmp_path: Path) -> None:
-    shutil.copytree(tokenizer_directory("qwen3"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    async with simulated_sessions(stage, more=TEXTS, settings={"hf_checkpoint": str(tmp_path)}) as trial:
-        cases: list[tuple[str, dict[str, Any], float]] = [
-            ("session", {}, 0.6),
-            ("session", {"temperature": 1}, 0),
-            ("text", {}, 0),  # of which the model's settings are none
-        ]
-        for kind, fields, asked in cases:
-            made = await recorded(trial, kind, 1, **fields)
-            assert (await audit(trial, made))["samples"][0]["compared"] > 0
-            assert trial.worker.log.at(GENERATE)[-1].json()["sampling_params"]["temperature"] == asked
-
-
-async def test_the_adapter_that_answered_is_asked(stage: Stage) -> None:
-    async with simulated_sessions(stage, more=TEXTS, enable_lora=True) as trial:
-        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "poet", "lora_path": "/poet"})
-        named: list[tuple[str, dict[str, Any]]] = [
-            ("session", {"lora_path": "poet"}),
-            ("session", {"model": "default:poet"}),
-            ("text", {"lora_path": "poet"}),
-        ]
-        for kind, fields in named:
-            made = await (recorded(trial, kind, 1, **fields) if kind == "session" else text_rollout(trial, 1, **fields))
-            trial.worker.log.clear()
-            (sample,) = (await audit(trial, made))["samples"]
-            assert sample["compared"] > 0
-            (exchange,) = trial.worker.log.at(GENERATE)
-            assert [each.lora_path for each in exchange.generations] == ["poet"]
-
-
 async def test_what_is_longer_than_the_engine_takes_is_left_out(stage: Stage) -> None:
     async with simulated_sessions(stage, context_len=200) as trial:
         session = await trial.create()
@@ -385,17 +338,6 @@ async def test_what_is_longer_than_the_engine_takes_is_left_out(stage: Stage) ->
     assert sample["compared"] > 0
     assert set(sample["not_comparable"]) == {"context"}
     assert sample["refusals"] == []
-
-
-async def test_what_nobody_knows_of_a_text_that_goes_on_from_another_is_no_alarm(trial: SessionTrial) -> None:
-    made = await text_rollout(trial, 2)
-    (rollout,) = text_rollouts(trial)
-    first, second = rollout.turns.values()
-    second.before = None  # as where the first one is held no more
-    del rollout.turns[first.number]
-    (sample,) = (await audit(trial, made))["samples"]
-    rollout.turns = {0: first, 1: second}
-    assert (sample["compared"], sample["not_comparable"]) == (48, {"unknown_settings": 48})
 
 
 async def test_prompts_without_messages_are_no_alarm(trial: SessionTrial) -> None:
@@ -496,24 +438,6 @@ async def test_an_audit_of_a_text_shows_neither_text_nor_ids(trial: SessionTrial
     assert "Secretly" not in told
     assert whole["text"][-20:] not in told
     assert json.dumps(whole["tokens"][:3])[1:-1] not in told
-
-
-async def test_a_router_with_texts_alone_is_audited_and_one_that_records_nothing_says_so(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys: Any = {"api_key": DATA, "admin_api_key": "admin", "hf_checkpoint": tokenizer_directory("qwen3")}
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
-        router = await stage.router(worker.url, middlewares=TEXTS, **keys)
-        bearer = [("Content-Type", "application/json"), ("Authorization", f"Bearer {DATA}")]
-        body = json.dumps({"text": "Hi", "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}).encode()
-        assert (await router.ask("POST", GENERATE, bearer, body)).status == 200
-        said = await audited(SessionTrial(router, [worker]), "--api-key", DATA)
-        assert (said.status, said.report["text_rollouts"], said.report["total"]["tokens"]) == (GOOD, 1, 40)
-        nothing: Any = {}
-        for settings in (nothing, keys):
-            bare = await stage.router(worker.url, **settings)
-            with pytest.raises(ConfigError, match="unless a middleware records"):
-                await audited(SessionTrial(bare, [worker]), "--api-key", DATA)
 
 
 async def test_texts_are_audited_after_a_kill_as_they_were_asked_for(tmp_path: Path) -> None:

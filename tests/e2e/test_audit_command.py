@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pty
 import subprocess
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from middleware_hub.auditing.tool.collecting import Sampling, collect
 from middleware_hub.auditing.tool.command import DIFFERENT, GOOD
 from miles_router import cli
-from miles_router.client import RouterClient
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.trajectory import Piece
 from tests.support.audits import damaged, episode, forget_all, shifted, spoil, text_rollout, turns_of
 from tests.support.cache_trial import CACHE
 from tests.support.ports import free_ports
 from tests.support.running_router import COMMAND
-from tests.support.session_trial import SessionTrial, simulated_sessions, user
+from tests.support.session_trial import SessionTrial, simulated_sessions
 from tests.support.stage import staged
 from tests.support.waiting import PATIENCE
 
@@ -100,26 +95,3 @@ async def test_json_has_nothing_that_a_terminal_would_obey(trial: SessionTrial) 
         assert done.returncode == DIFFERENT
         assert not [each for each in done.stdout if not each.isprintable() and each != "\n"]
         assert "x9b2J" in done.stdout or "u009b2J" in done.stdout
-
-
-async def test_who_watches_sees_how_far_it_is(trial: SessionTrial) -> None:
-    await episode(trial, await trial.create(), turns=1)
-    reader, terminal = pty.openpty()
-    flags = ("--router", trial.router.url, "--sample", "1")
-    done = await asyncio.to_thread(subprocess.run, [str(COMMAND), "audit", *flags], stderr=terminal, timeout=PATIENCE)
-    os.close(terminal)
-    shown = os.read(reader, 4096).decode()
-    os.close(reader)
-    assert done.returncode == GOOD
-    assert shown.startswith("\raudit [------------------------] 0/1")
-    assert shown.rstrip().endswith("audit [########################] 1/1")
-
-
-async def test_episodes_are_asked_for_no_faster_than_told(trial: SessionTrial) -> None:
-    for _ in range(3):
-        await trial.chat(await trial.create(), [user("Hi")])
-    async with RouterClient(trial.router.url) as client:
-        began = time.monotonic()
-        found = await collect(client, Sampling(count=3, rate=10.0), lambda done, of: None)
-    assert found.kinds == {"session": 3}
-    assert time.monotonic() - began >= 0.2

@@ -112,15 +112,6 @@ async def test_a_turn_that_runs_is_answered_when_its_session_makes_room(stage: S
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")
-async def test_their_bytes_make_room_too(stage: Stage) -> None:
-    async with simulated_sessions(stage, options={"max_bytes": 20_000}, token_latency_s=0.0) as trial:
-        assert await ask(trial, "bare", messages=[user("x" * 20_000)]) == 200
-        session = await trial.create()
-        assert await held(trial) == {session}
-        await trial.chat(session, SAID)
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_after_a_restart_they_are_still_the_first(tmp_path: Path) -> None:
     async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", token_latency_s=0.0) as worker:
         directories = StateDirectories(worker, tmp_path)

@@ -113,32 +113,6 @@ async def test_the_reward_may_be_made_of_what_was_generated(trial: Trial, client
         await single_turn(client, PROMPT, SHORT, reward=lambda _: float("nan"))
 
 
-async def test_a_prompt_that_an_earlier_rollout_sampled_is_not_trained_on(trial: Trial, client: RouterClient) -> None:
-    first = await single_turn(client, PROMPT, SHORT)
-    second = await single_turn(client, PROMPT + first.response + " And then?", SHORT)
-    record = records(trial)[-1]
-    assert record.input_ids[: len(first)] == first.tokens.tolist(), "it is given the ids that were sampled"
-    assert second.loss_mask.tolist() == [0] * len(record.input_ids) + [1] * 6
-    assert (second.response, second.response_length) == (record.text, 6)
-
-
-async def test_a_group_is_as_many_different_rollouts_at_once(stage: Stage) -> None:
-    async with (
-        simulated_trial(stage, token_latency_s=0.02) as trial,
-        RouterClient(trial.router.url, **PATIENCE) as client,
-    ):
-        assert trial.worker is not None
-        worker = trial.worker
-        rollouts = group(lambda: single_turn(client, PROMPT, {**SHORT, "max_new_tokens": 40}), 8)
-        async with under_way(rollouts) as making:
-            await until(lambda: worker.running == 8, "all at once")
-            worker.engine.token_latency_s = 0
-            samples = await making
-        for sample in samples:
-            check(sample, [worker.log.generation(sample.metadata["rid"])])
-    assert len({tuple(sample.tokens) for sample in samples}) == 8
-
-
 async def test_a_group_ends_with_its_first_failure(stage: Stage) -> None:
     async with (
         simulated_trial(stage, token_latency_s=0.05) as trial,
@@ -239,16 +213,6 @@ async def test_an_aborted_rollout_has_what_was_sampled(stage: Stage, turn: int) 
             sample = await running
     assert sample.status == "aborted"
     check(sample, records(trial))
-
-
-async def test_a_rollout_aborted_before_its_first_token_has_its_prompt(trial: Trial, client: RouterClient) -> None:
-    meta = {"id": "r", "prompt_tokens": 4, "finish_reason": {"type": "abort", "message": "Abort before prefill"}}
-    body = {"text": "", "output_ids": [], "meta_info": {**meta, "output_token_logprobs": []}}
-    assert trial.worker is not None
-    trial.worker.faults.status(200, json.dumps(body).encode(), path="/generate")
-    sample = await single_turn(client, PROMPT, SHORT)
-    assert (sample.status, sample.response, int(sample.loss_mask.sum())) == ("aborted", "", 0)
-    assert sample.tokens.tolist() == trial.log[-1].json()["input_ids"]
 
 
 # What is refused

@@ -13,7 +13,7 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from miles_router.client import ErrorReply, InvalidSample, NotFound, Retries, RouterClient, agentic
+from miles_router.client import InvalidSample, Retries, RouterClient, agentic
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.session_trial import simulated_sessions
 from tests.support.stage import Stage
@@ -155,26 +155,6 @@ async def test_a_turn_that_is_asked_again_keeps_its_id_and_turns_have_ids_of_the
 
 
 # What is refused
-
-
-async def test_what_is_wrong_with_a_session_has_a_type(server: ScriptedWorker) -> None:
-    server.next(
-        script(error(409, "conflict")),
-        script(error(404, "not_found")),
-        script(error(404, "not_found")),
-        script(error(422, "invalid_sample", "aligned: 3 tokens, 2 logprobs")),
-    )
-    async with connected(server) as client:
-        with pytest.raises(ErrorReply, match="409 conflict"):
-            await client.create_session("taken")
-        session = client.session("gone")
-        with pytest.raises(NotFound, match="so it is"):
-            await session.records()
-        with pytest.raises(NotFound):
-            await session.delete()
-        with pytest.raises(InvalidSample) as caught:
-            await session.collect()
-    assert (caught.value.invariant, caught.value.status, caught.value.request_id) == ("aligned", 422, "mr-1")
 
 
 async def test_a_sample_that_breaks_an_invariant_on_its_way_is_refused(server: ScriptedWorker) -> None:

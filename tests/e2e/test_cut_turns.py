@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_router.errors import ConfigError
 from tests.support.chat_turns import read_stream
 from tests.support.cuts import cut, cuttable, go_on, lose, pause, reached
 from tests.support.http import CutReply, request
@@ -26,12 +23,10 @@ from tests.support.session_trial import (
     exactly,
     message_of,
     qwen3,
-    session_trial,
     simulated_sessions,
     user,
 )
 from tests.support.stage import Stage
-from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
 
@@ -169,20 +164,6 @@ async def test_a_choice_that_is_aborted_in_the_queue_is_recorded_beside_one_that
             assert sorted(record["finish_reason"] for record in await trial.records(session)) == ["abort", "length"]
 
 
-async def test_a_penalty_of_the_model_s_own_counts_like_one_of_the_agent_s(
-    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(tokenizer_directory("qwen3"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
-    async with cuttable(stage, settings={"hf_checkpoint": str(tmp_path)}) as (trial, brake):
-        session = await trial.create()
-        with caplog.at_level("WARNING"):
-            async with under_way(trial.chat(session, HI, max_tokens=20, ignore_eos=True)) as turn:
-                await cut(trial, brake, 3)
-                await turn
-        assert given_up(caplog) == ["repetition_penalty depends on the output so far"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_choice_of_a_turn_goes_on(stage: Stage, stream: bool) -> None:
     async with cuttable(stage, stop_probability=0.0) as (trial, brake):
@@ -282,15 +263,6 @@ async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
             (call,) = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
             assert (finish, given_up(caplog)) == ("tool_calls", [])
-
-
-async def test_parsers_that_there_are_not_are_refused_by_name(stage: Stage) -> None:
-    for parsers, reason in (
-        ("mine", "parsers: 'mine' is not one of engine, local, hybrid"),
-        ("local", "there is no local parser for tito_model None"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            await session_trial(stage, await stage.worker(), options={"parsers": parsers})
 
 
 LOSABLE = {"resume_on_worker_loss": True, "max_retries": 3}

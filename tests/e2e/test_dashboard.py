@@ -119,17 +119,6 @@ async def test_a_pause_that_was_over_before_the_page_looked_is_a_band_in_every_c
                 assert all(each.endswith("2 pauses") for each in words)
 
 
-@pytest.mark.parametrize("ahead", [-3600, 3600])
-async def test_times_are_by_the_routers_clock(browser: Browser, run: ExpertsTrial, ahead: int) -> None:
-    async with browser.page() as page:
-        clock = f"const now = Date.now; Date.now = () => now() + {1000 * ahead};"
-        await page.send("Page.addScriptToEvaluateOnNewDocument", source=clock)
-        await page.open(f"{run.router.url}/dashboard")
-        await page.until(LIVE)
-        checked = {row[6] for row in await table(page, "workers-table")}
-        assert all(each.endswith(" s ago") for each in checked), checked
-
-
 # Episodes
 
 
@@ -176,35 +165,6 @@ async def test_the_list_is_the_routers_and_filters_leave_what_the_router_leaves(
             "ended",
             "prompt-18",
         ]
-
-
-async def test_fields_show_the_filters_of_the_address_wherever_the_focus_is(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    values = "['state', 'group'].map((id) => document.getElementById(id).value)"
-    async with dashboard(browser, run.router.url, "#/episodes") as page:
-        for field, value in (("group", "prompt-17"), ("state", "ended")):
-            await page.value(f"document.getElementById('{field}').focus()")
-            await page.choose(f"#{field}", value)
-            await page.until(f"{SHOWN}.includes('{field}={value}')")
-            await page.value("history.back()")
-            await page.until(f"!{SHOWN}.includes('{field}={value}')")
-            assert await page.value(values) == ["", ""]
-
-
-async def test_rows_of_other_filters_are_seen_as_such_until_there_are_own(browser: Browser, run: ExpertsTrial) -> None:
-    slowly = "const ask = window.fetch; window.fetch = async (...what) => { await window.gate; return ask(...what); }"
-    async with dashboard(browser, run.router.url, "#/episodes?group=prompt-17") as page:
-        await page.value(f"(() => {{ {slowly} }})(); window.gate = new Promise((open) => window.open = open); 0")
-        await page.choose("#group", "prompt-18")
-        old = "document.querySelector('#episodes').classList.contains('old')"
-        await page.until(old)
-        assert await page.value("document.getElementById('side-by-side').checkVisibility()") is False
-        await page.value("open()")
-        await page.until(f"{SHOWN} === '#/episodes?group=prompt-18'")
-        assert await page.value(old) is False
-        assert await page.value("document.getElementById('side-by-side').checkVisibility()")
-        assert {row[2] for row in await cells(page, "episodes")} == {"prompt-18"}
 
 
 async def test_the_episodes_of_a_group_stand_side_by_side(browser: Browser, run: ExpertsTrial) -> None:
@@ -308,48 +268,6 @@ async def test_visible_rows_behind_the_first_page_are_read_again(browser: Browse
                     store.delete(session)
             await page.value("document.querySelector('#episodes .rows').scrollTop = 0")
             await count_is(page, "900 episodes")
-
-
-async def test_what_a_search_has_found_is_live(browser: Browser, stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(450):
-            store.create(f"many-{number}", {"group": number % 2})
-        async with dashboard(browser, trial.router.url, "#/episodes?group=1") as page:
-            await page.choose("#search", "many-3")
-            await count_is(page, "56 of 225 episodes")
-            store.end(store.find("many-3"), SessionStatus.ABORTED)
-            await scroll_to(page, 60, "many-3")
-            await page.until(f"{state_of('many-3')} === 'ended'")
-            await page.choose("#search", "fresh")
-            await count_is(page, "0 of 225 episodes")
-            store.find("many-7").metadata = {"label": "fresh", "group": 1}
-            await count_is(page, "1 of 225 episodes")
-
-
-async def test_what_is_seen_stays_where_it_is_when_others_go_and_while_one_looks_elsewhere(
-    browser: Browser, stage: Stage
-) -> None:
-    top = "document.querySelector('#episodes [data-key=old-145]')?.getBoundingClientRect().top"
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(450):
-            store.create(f"old-{number}")
-        async with dashboard(browser, trial.router.url, "#/episodes?state=idle") as page:
-            await page.choose("#search", "old")
-            await count_is(page, "450 of 450 episodes")
-            await page.choose("#search", "")
-            await scroll_to(page, 300, "old-149")
-            before = await page.value(top)
-            for number in (*range(440, 445), 149):  # the last is the first that is seen
-                store.end(store.find(f"old-{number}"), SessionStatus.ABORTED)
-            await count_is(page, "444 episodes")
-            assert await page.value(top) == before
-            await go(page, "#/episodes/old-145")
-            await go(page, "#/episodes?state=idle")
-            await page.until(f"{top} === {before}")
-            await go(page, "#/episodes?state=ended")
-            assert await page.value("document.querySelector('#episodes .rows').scrollTop") == 0
 
 
 # One episode
@@ -472,21 +390,6 @@ async def test_what_has_the_focus_is_open_or_seen_stays_while_an_episode_grows(b
             assert await page.value("document.querySelector('.tokens').scrollTop") == 60
 
 
-async def test_another_episode_of_the_same_name_has_its_own_tokens(browser: Browser, stage: Stage) -> None:
-    shown = "[...document.querySelectorAll('.token')].map((at) => Number(at.dataset.tokenId))"
-    async with running_fleet(stage) as trial:
-        await trial.create("again")
-        await trial.chat("again", [user("What is 17 plus 25?")])
-        async with dashboard(browser, trial.router.url, "#/episodes/again") as page:
-            await trial.ask("DELETE", "/sessions/again")
-            await page.until("!document.getElementById('problem').hidden")
-            await trial.create("again")
-            await trial.chat("again", [user("And 17 minus 25?")])
-            told = (await got(trial, "episodes/again/tokens"))["tokens"]
-            await page.until(f"JSON.stringify({shown}) === '{json.dumps(told, separators=(',', ':'))}'")
-            page.problems.clear()  # of the answer 404 meanwhile
-
-
 async def test_an_episode_that_is_not_held_is_named_and_shows_nothing_of_another(
     browser: Browser, run: ExpertsTrial
 ) -> None:
@@ -531,22 +434,6 @@ async def test_the_run_view_adds_up_to_what_the_router_says(browser: Browser, ru
                 stale[lag] = stale.get(lag, 0) + tokens
         assert await table(page, "staleness") == [[lag, f"{stale[lag]:,}"] for lag in ("0", "1")]
         assert await table(page, "rewards") == [["7", "1.000", "1"], ["6", "0.500", "1"]]
-
-
-async def test_rates_are_those_of_the_intervals_that_are_over(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url) as page:
-        found = await page.value(
-            """(async () => {
-              const {Seconds, recentRate, total} = await import("/dashboard/own/run_numbers.js");
-              const at = (start, sampled) => ({start, sampled: {"6": sampled, "7": 10}});
-              const intervals = [at(1000, 1), at(1030, 90), at(1030, 0), at(1060, 5)];
-              const run = {now: 1063, since: 1000, interval_s: 10, intervals};
-              const seconds = new Seconds(run, 30), before = new Seconds({...run, since: 1030}, 30);
-              const rates = [seconds, before].map((each) => each.rate(({sampled}) => total(sampled)));
-              return [seconds.times, ...rates, seconds.intervals.length, recentRate(run, 33), recentRate(run, 60)];
-            })()"""
-        )
-    assert found == [[1020, 1030, 1040, 1050], [0, 11, 0, 0], [None, 11, 0, 0], 3, 125 / 33, 125 / 53]
 
 
 # Who may look, and what nobody may
@@ -641,17 +528,6 @@ async def test_hostile_text_is_text_in_every_view(browser: Browser, stage: Stage
                 0,
             ]
             assert await page.value("document.querySelectorAll('script').length") == 1
-
-
-async def test_a_difference_that_nobody_would_see_is_shown(browser: Browser, run: ExpertsTrial) -> None:
-    session = await run.create()
-    before, after = "Ignore\n this.", "Ignore\u200b\n\t\u00a0this.\n"
-    answer = message_of(await run.chat(session, [SYSTEM, user(before)]))
-    await run.chat(session, [SYSTEM, user(after), answer, user("Go on")])
-    marks = "[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)"
-    async with dashboard(browser, run.router.url, f"#/episodes/{session}") as page:
-        assert await page.value(marks) == [" ", "⟨U+200B⟩", "⇥⟨U+00A0⟩", "↵\n"]
-    await run.ask("DELETE", f"/sessions/{session}")
 
 
 async def test_the_policy_lets_nothing_run_that_is_not_the_routers_own(browser: Browser, run: ExpertsTrial) -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from middleware_hub.view.command import token_bytes
-from middleware_hub.view.entropy import expert_entropy
 from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
 from miles_router.middlewares.episodes import (
     EpisodeLine,
@@ -32,7 +31,6 @@ from miles_router.settings.config import DASHBOARD, MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.safetensors import unpack
-from tests.support.experts_trial import simulated_experts
 from tests.support.http import RawReply
 from tests.support.session_trial import (
     SESSIONS,
@@ -299,17 +297,6 @@ async def test_the_detail_has_the_turns_the_tree_and_why_each_segment_begins(tri
     assert sum(line["tokens"] for line in tree) == row["tokens"]["sampled"]
 
 
-async def test_turns_of_a_long_episode_come_in_parts(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TURNS", 4)
-    session = await branched(trial)
-    first = await got(trial, f"episodes/{session}")
-    rest = await got(trial, f"episodes/{session}", turn=first["next_turn"])
-    assert [turn["turn"] for turn in first["turns"]] == [0, 1, 2, 3]
-    assert [turn["turn"] for turn in rest["turns"]] == [4, 5]
-    assert (first["next_turn"], rest["next_turn"]) == (4, None)
-    assert first["tree"] == rest["tree"]
-
-
 # Its tokens
 
 
@@ -373,18 +360,6 @@ async def test_a_slice_has_its_positions_and_no_more(trial: SessionTrial, monkey
         assert (answer.status, words in answer.json()["error"]["message"]) == (400, True), answer.body
 
 
-async def test_expert_entropy_is_that_of_the_rows_of_the_slice(stage: Stage) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,)) as trial:
-        session = await trial.create()
-        await trial.chat(session, HI)
-        rows = (await trial.ask("POST", f"/sessions/{session}/samples", {"format": "safetensors"})).body
-        entropy = expert_entropy(unpack(rows)[0]["0.routed_experts"])
-        whole = await got(trial, f"episodes/{session}/tokens")
-        assert np.array_equal(np.array(whole["expert_entropy"], np.float32), entropy)
-        part = await got(trial, f"episodes/{session}/tokens", start=3, stop=whole["length"])
-        assert part["expert_entropy"] == whole["expert_entropy"][3:]
-
-
 # Who may see what
 
 
@@ -429,16 +404,6 @@ async def test_a_router_without_the_dashboard_has_neither_page_nor_routes(stage:
     assert (await router.ask("GET", "/router/info", [("Authorization", "Bearer admin")])).json()["middlewares"] == []
     for path in ("/dashboard", "/dashboard/own/main.js", "/router/episodes", "/router/run"):
         assert (await router.ask("GET", path)).status == 401
-
-
-async def test_without_a_layer_that_holds_episodes_there_are_none(stage: Stage) -> None:
-    router = await stage.router()
-    assert (await router.ask("GET", "/router/episodes")).json() == {"episodes": [], "next": None, "text": True}
-    refused = await router.ask("GET", "/router/episodes?kind=session")
-    assert (refused.status, "no middleware of this router holds episodes" in refused.json()["error"]["message"]) == (
-        400,
-        True,
-    )
 
 
 async def test_a_session_that_is_held_and_not_in_memory_is_found(stage: Stage, tmp_path: Any) -> None:

@@ -14,7 +14,7 @@ from miles_router.engines.known import USUAL
 from miles_router.fleet.workers import WorkerState
 from tests.support.fleet import PROBING, becomes
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, HANG, ScriptedWorker, head, reply, script
+from tests.support.scripted_worker import CLOSE, HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -73,23 +73,6 @@ async def test_a_worker_restarted_between_two_checks_is_not_answered_by_old_fact
     new = await facts(router, worker)
     assert (new.incremental_streaming, new.learned(Ends).tokens) == (True, set())
     assert (router.worker(worker).state, router.worker(worker).failures) == (WorkerState.READY, 0)
-
-
-async def test_the_connection_of_a_reply_holds_the_facts_of_who_gives_it(stage: Stage) -> None:
-    worker, done = await stage.worker(), asyncio.Event()
-    says(worker, incremental_streaming_output=False)
-    router = await stage.router(worker)
-    worker.next(script(head(headers=[("Content-Length", "2")]) + b"x", done, b"y"))
-    async with router.app.router.forward("POST", "/generate") as forwarded:
-        before = await facts(router, worker)
-        assert forwarded.worker.url == worker.url
-        says(worker, incremental_streaming_output=True)
-        for link in [link for link in worker.links if not link.busy]:
-            link.close()
-        await until(lambda: len(worker.links) == 1, "only the reply's own connection is left")
-        assert await facts(router, worker) is before
-        done.set()
-        await forwarded.reply.read_all(9)
 
 
 @pytest.mark.parametrize("lasting", [True, False], ids=["the same process", "one that cannot be told apart"])
@@ -168,23 +151,3 @@ async def test_many_who_ask_at_once_ask_the_worker_once(stage: Stage) -> None:
     asking.pop().cancel()
     answers.set()
     assert len({id(await each) for each in asking}) == len(asked) == 1
-
-
-async def test_what_all_can_do_is_known_before_one_is_chosen(stage: Stage) -> None:
-    workers = [await stage.worker() for _ in range(3)]
-    for worker in workers:
-        says(worker, incremental_streaming_output=worker is workers[0])
-    router = await stage.router(*workers)
-    router.pool.drain(router.worker(workers[2]), lambda: None)
-    fleet = router.app.router.fleet
-    assert [each.incremental_streaming for each in await fleet.all_facts()] == [True, False]
-
-
-async def test_a_worker_whose_connections_never_last_is_asked_each_time(stage: Stage) -> None:
-    worker = await stage.worker()
-    worker.model_info = script(reply(b'{"model_path": "/a"}', headers=[("Connection", "close")]), CLOSE)
-    for path in ("/server_info", "/openapi.json"):
-        worker.standing[path] = script(reply(b"{}", headers=[("Connection", "close")]), CLOSE)
-    router = await stage.router(worker)
-    assert (await facts(router, worker)).model_path == "/a"
-    assert known(router, worker).model_path is None

@@ -130,19 +130,6 @@ async def test_worker_with_other_weights_is_kept_out_from_the_first_request(stag
         assert (busy_with(old), busy_with(late)) == (3, 0)
 
 
-@pytest.mark.alone("idle workers take turns in each process")
-async def test_with_readmit_healthy_the_fleet_may_be_mixed_and_it_shows(stage: Stage) -> None:
-    async with SimulatedWorker(weight_version="2") as old, SimulatedWorker(weight_version="1") as late:
-        router = await stage.router(old.url, readmit="healthy")
-        await post(router, "/add_worker", url=late.url)
-        assert await shown(router, "state") == {old.url: "ready", late.url: "ready"}
-        assert await shown(router, "weight_version") == {old.url: "2", late.url: "1"}
-        assert (await info(router))["weight_version"] == "2"
-        for _ in range(4):
-            await post(router, "/generate", text="Hi", sampling_params={"max_new_tokens": 1})
-        assert (busy_with(old), busy_with(late)) == (2, 2)
-
-
 @pytest.mark.parametrize("asked", ["before", "during"])
 async def test_what_a_worker_says_late_of_its_weights_does_not_undo_an_update(stage: Stage, asked: str) -> None:
     worker, other = await stage.worker(), await stage.worker()

@@ -194,13 +194,3 @@ async def test_concurrent_requests_never_share_a_connection(stage: Stage) -> Non
     gate.set()
     for client in clients:
         assert (await client.read()).status == 200
-
-
-async def test_a_pipelined_request_behind_a_big_body_is_no_oversized_head(stage: Stage) -> None:
-    worker, client = await pair(stage)
-    second = request("GET", "/second", [("X-A", "1")])
-    await client.send(request("POST", "/first", body=b"x" * 150_000) + second[:20])
-    assert (await client.read("POST")).status == 200
-    await client.send(second[20:])
-    assert (await client.read()).status == 200
-    assert [received.target for received in worker.requests] == [b"/first", b"/second"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from typing import Any
 
 import pytest
@@ -50,12 +48,6 @@ async def router_of(stage: Stage, *workers: ScriptedWorker, **settings: Any) -> 
     return await stage.router(*workers, **{**FAST, **settings})
 
 
-def transitions(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """Event and reason of each logged change of a worker's state."""
-    fields = [(record.getMessage(), getattr(record, "fields", {})) for record in caplog.records]
-    return [(event, found["reason"]) for event, found in fields if event.startswith("worker_") and "reason" in found]
-
-
 # Quarantine
 
 
@@ -93,16 +85,6 @@ async def test_connect_failures_while_forwarding_count_at_once(stage: Stage) -> 
     record = router.worker(gone)
     assert record.state is WorkerState.QUARANTINED
     assert 2 <= record.failures <= 1 + processes_used(), "each process may have one under way"
-
-
-async def test_a_connection_lost_under_a_request_is_no_connect_failure(stage: Stage) -> None:
-    """A worker that drops one request is not a worker that is down: its own checks decide."""
-    worker, other = await stage.worker(), await stage.worker()
-    router = await stage.router(worker, other, health_check_failure_threshold=1)
-    worker.always(script(CLOSE))
-    for _ in range(4):
-        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
-    assert router.worker(worker).state is WorkerState.READY
 
 
 async def test_a_busy_worker_whose_health_hangs_stays(stage: Stage) -> None:
@@ -163,22 +145,6 @@ async def test_a_worker_whose_ready_hangs_is_busy_and_not_paused(stage: Stage) -
     await until(lambda: sum(probe.path == "/ready" for probe in worker.probes) >= 3, "it was asked thrice")
     record = router.worker(worker)
     assert (record.state, record.reason, record.failures) == (WorkerState.READY, "registered", 0)
-
-
-async def test_what_ready_says_about_the_routers_own_pause_is_no_news(stage: Stage) -> None:
-    """The question is under way when the pause comes, and what follows from it is known after continue."""
-    worker, paused = await stage.worker(), asyncio.Event()
-    router = await router_of(stage, worker, health_check_timeout=0.3)
-    worker.model_info, worker.health = with_ready(paused, reply(b"", 503)), script(HANG)
-    worker.probes.clear()
-    await until(lambda: any(probe.path == "/ready" for probe in worker.probes), "it is asked")
-    await router.ask("POST", "/pause_generation", body=b"{}")
-    worker.model_info = model_info("1")
-    paused.set()
-    await until(lambda: any(probe.path == "/health" for probe in worker.probes), "and asked whether it is sick")
-    await router.ask("POST", "/continue_generation", body=b"{}")
-    await probed(worker)
-    assert (router.worker(worker).state, router.worker(worker).reason) == (WorkerState.READY, "registered")
 
 
 # Readmission
@@ -248,26 +214,3 @@ async def test_a_worker_that_only_passes_the_cheap_check_stays_out(stage: Stage)
 
 
 # What is said about it
-
-
-async def test_each_change_of_state_is_logged_once_with_its_reason(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    worker = await stage.worker()
-    router = await router_of(stage, worker)
-    worker.model_info = script(reply(b"", 503))
-    await state(router, worker, WorkerState.QUARANTINED)
-    await probed(worker, 5)
-    worker.model_info = model_info("1")
-    await state(router, worker, WorkerState.READY)
-    await probed(worker, 5)
-    await router.ask("POST", f"/remove_worker?url={worker.url}&drain=true")
-    assert transitions(caplog) == [
-        ("worker_unreached", "named in the configuration, and has not answered yet"),
-        ("worker_ready", "registered"),
-        ("worker_quarantined", f"{worker.url}/model_info answered 503"),
-        ("worker_ready", "answers its checks again"),
-        ("worker_draining", "drain requested"),
-        ("worker_removed", "drained"),
-    ]

@@ -16,7 +16,7 @@ from tests.support.agent_apis import CLIENT
 from tests.support.cache_trial import CACHE, Trial, checkpoint
 from tests.support.cache_trial import event as text_event
 from tests.support.http import Client, CutReply, RawReply, request
-from tests.support.scripted_chat import DONE, EVENT_STREAM, able, chat_events, chat_reply, finish_event, streamed
+from tests.support.scripted_chat import DONE, EVENT_STREAM, able, chat_events, finish_event, streamed
 from tests.support.scripted_worker import (
     LAST_CHUNK,
     RESET,
@@ -31,8 +31,6 @@ from tests.support.scripted_worker import (
 from tests.support.session_apis import FIELDS, MESSAGES, RESPONSES
 from tests.support.session_trial import CHAT, JSON, SessionTrial, session_trial, simulated_sessions, user
 from tests.support.stage import Stage
-from tests.support.under_way import under_way
-from tests.support.waiting import until
 
 SOON: Any = {"heartbeat_interval": 0.02}
 COMMENT = b": waiting"
@@ -156,24 +154,6 @@ async def test_a_paused_fleet_keeps_its_clients(
     assert len(await trial.records(session)) == 1
 
 
-async def test_a_whole_answer_waits_without_heartbeats(
-    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
-) -> None:
-    gate = asyncio.Event()
-    worker.always(script(gate, chat_reply([7, 8], "Hi")))
-    session = await trial.create()
-    asked = trial.ask("POST", f"/sessions/{session}{CHAT}", asking(CHAT, stream=False))
-    async with under_way(asked) as waiting:
-        await until(lambda: len(asked_at(worker)) == 1, "it is asked")
-        client = await begin(stage, trial, await trial.create(), CHAT)
-        await client.read_head("POST")
-        await beats(client, CHAT, 3)  # in the meantime
-        gate.set()
-        answer = await waiting
-    assert (answer.status, answer.value("content-length")) == (200, b"%d" % len(answer.body))
-    assert answer.json()["choices"][0]["message"]["content"] == "Hi"
-
-
 # Errors that come behind the head
 
 
@@ -235,27 +215,6 @@ async def test_a_late_error_of_the_router_is_told_and_the_connection_broken_off(
     seen = await late(stage, trial, worker, path, script(RESET))
     assert "closed the connection" in failed(seen.body, path)["message"]
     assert b"[DONE]" not in seen.body
-
-
-async def test_the_official_clients_raise_late_errors(
-    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
-) -> None:
-    worker.always(script(gate := asyncio.Event(), reply(b'{"error":{"message":"It is too hot."}}', 400, JSON)))
-    address = f"{trial.router.url}/sessions/{await trial.create()}"
-    async with (
-        openai.AsyncOpenAI(base_url=f"{address}/v1", **CLIENT) as chat,
-        anthropic.AsyncAnthropic(base_url=address, **CLIENT) as messages,
-    ):
-        cases: list[tuple[Any, type[Exception]]] = [
-            (chat.chat.completions.create(**asking(CHAT)), openai.APIError),
-            (messages.messages.create(**asking(MESSAGES)), anthropic.APIStatusError),
-        ]
-        for asked, error in cases:
-            gate.clear()
-            stream = await asked  # which has begun with a heartbeat
-            gate.set()
-            with pytest.raises(error, match="It is too hot"):
-                [part async for part in stream]
 
 
 async def test_the_official_clients_read_answers_between_heartbeats(stage: Stage) -> None:
@@ -333,16 +292,6 @@ async def test_a_stream_of_the_text_cache_waits_with_comments(stage: Stage, work
     body = (await client.read_body()).body
     assert [json.loads(each)["output_ids"] for each in _data(body)] == [[7, 8], [7, 8, 9]]
     assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
-
-
-async def test_a_late_error_of_a_text_stream_is_told_in_it(stage: Stage, worker: ScriptedWorker) -> None:
-    gate = asyncio.Event()
-    worker.always(script(gate, RESET))
-    _, client = await text_stream(stage, worker)
-    gate.set()
-    with pytest.raises(CutReply) as cut:
-        await client.read_body()
-    assert json.loads(_data(cut.value.reply.body)[-1])["error"]["type"] == "upstream_unreachable"
 
 
 def _data(body: bytes) -> list[bytes]:

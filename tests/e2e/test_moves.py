@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import cancelled
-from miles_router.testing.worker.model.moe import route
-from tests.support.experts_trial import array_of
 from tests.support.fleet import gate, post
-from tests.support.moving import BUDGET, HELD, MOE, SOON, moving, of_one_go
+from tests.support.moving import BUDGET, HELD, SOON, moving, of_one_go
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -89,19 +86,6 @@ async def test_what_a_pause_has_cut_moves_like_everything_else(stage: Stage) -> 
         assert sorted(each["meta_info"]["resumed"] for each in answers.values()) == [1, 2]
         for rid, answer in answers.items():
             assert of_one_go(answer) == of_one_go(await scene.uncut(rid, **fields))
-
-
-async def test_rows_of_experts_come_whole_through_the_layer_that_takes_them_out(stage: Stage) -> None:
-    layer = MiddlewareSpec("middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware")
-    async with moving(stage, middlewares=(layer,)) as scene:
-        await scene.run(2)
-        await scene.open()
-        await scene.moved(1)
-        answers = await scene.end()
-        for rid in scene.asked:
-            ids = [5, 300, 229, *answers[rid]["output_ids"]]
-            delivered = await post(scene.router, "/routed_experts", rid=rid)
-            assert (array_of(delivered).reshape(-1) == route(MOE, ids).reshape(-1)).all()
 
 
 # What stays
