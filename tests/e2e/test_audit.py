@@ -168,20 +168,6 @@ async def test_a_session_is_audited_beneath_its_own_path_too(trial: SessionTrial
     assert own.json() == {"session_id": session, **found}
 
 
-async def test_episodes_of_both_kinds_are_drawn(trial: SessionTrial) -> None:
-    names = {kind: [await recorded(trial, kind, 1) for _ in range(3)] for kind in KINDS}
-    await trial.create()  # nothing to audit
-    async with RouterClient(trial.router.url) as client:
-        listed = await client.episodes()
-    assert sorted((each["kind"], each["id"]) for each in listed) == sorted(
-        (kind, name) for kind, each in names.items() for name in each
-    )
-    assert {each["turns"] for each in listed} == {1}
-    said = await audited(trial)
-    assert (said.status, said.report["sessions"], said.report["text_rollouts"]) == (GOOD, 3, 3)
-    assert (said.report["samples"], set(said.report["by_kind"])) == (6, {*KINDS})
-
-
 async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
     made = [await recorded(trial, kind, 1) for kind in KINDS * 2]
     await trial.ask("POST", "/pause_generation", {"mode": "retract"})

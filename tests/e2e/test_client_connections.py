@@ -23,7 +23,6 @@ from miles_router.client import (
     Retries,
     RouterClient,
     TimedOut,
-    group,
 )
 from tests.support.scripted_worker import (
     CLOSE,
@@ -200,18 +199,6 @@ async def test_a_request_ends_with_its_connection_when_its_time_is_up(
             await client.workers()
         await until(lambda: not server.links, "the server sees it go")
     assert len(server.requests) <= 1, "what took too long is not asked for again"
-
-
-async def test_a_client_has_as_many_connections_as_it_may_and_keeps_them(server: ScriptedWorker) -> None:
-    gate = asyncio.Event()
-    server.always(script(gate, GOOD))
-    client = RouterClient(server.url, max_connections=2)
-    async with client, under_way(group(lambda: client.generate("a"), 6)) as asking:
-        await until(lambda: server.busy == 2, "two are under way")
-        gate.set()
-        await asking
-    assert server.connections == 2
-    assert len(server.requests) == 6
 
 
 async def test_control_needs_no_connection_of_the_generations_that_wait_for_it(server: ScriptedWorker) -> None:

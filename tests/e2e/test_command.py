@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from miles_router import cli
-from miles_router.settings.config import DASHBOARD
-from tests.support.running_router import COMMAND, router_process
-from tests.support.stage import Stage
+from tests.support.running_router import COMMAND
 from tests.support.waiting import PATIENCE
 
 WORKING = "tests.support.plugins.working"
@@ -187,13 +185,3 @@ def test_a_class_in_the_current_directory_can_be_loaded_and_checked(tmp_path: Pa
     assert done.stdout.count("ok ") == 8
     (tmp_path / "mine.py").write_text(text.replace("await self.app", "await send"), encoding="utf-8")
     assert run("check", "mine.Mine", directory=tmp_path).returncode == 1
-
-
-async def test_the_banner_says_where_who_and_in_which_order(stage: Stage) -> None:
-    worker = await stage.worker()
-    layers = ("--middleware-paths", f"{WORKING}.Plain", f"{WORKING}.Tagging")
-    async with router_process("--worker-urls", worker.url, *layers) as router:
-        shown = router.stderr()
-        assert f"listening    {router.url}" in shown
-        assert f"1. {WORKING}.Plain -> 2. {WORKING}.Tagging -> 3. {DASHBOARD} -> worker" in shown
-        assert f"workers      {worker.url}" in shown

@@ -9,7 +9,7 @@ from tests.support.brake import Brake
 from tests.support.cuts import cut, cuttable, go_on, pause, reached
 from tests.support.events import answers_of
 from tests.support.http import RawReply, whole_or_cut
-from tests.support.session_apis import BOTH, COMPLETIONS, MESSAGES, TALKS, Api, case
+from tests.support.session_apis import BOTH, COMPLETIONS, TALKS, Api, case
 from tests.support.session_trial import CHAT, SessionTrial, exactly
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -107,36 +107,3 @@ async def test_a_group_that_is_aborted_ends_a_turn_between_two_parts(stage: Stag
                     await go_on(trial, brake)
                 assert answer["meta_info"]["finish_reason"]["type"] == "abort"
                 assert answer["output_ids"] == trial.worker.log.at("/generate")[-1].generation.output_ids
-
-
-async def test_a_deadline_ends_a_turn_between_two_parts(stage: Stage) -> None:
-    async with cuttable(stage) as (trial, brake):
-        for seconds in (1.0, 8.0, 64.0):  # the first that is long enough to get there
-            session = await trial.create(contract={"budget": {"deadline_s": seconds}})
-            async with under_way(asked(Api(CHAT), trial, session, stream=True)) as turn:
-                await until(lambda: bool(trial.worker.running) or turn.done(), "it samples, or it is late")
-                brake.on = not turn.done()
-                await pause(trial)
-                await turn
-                await go_on(trial, brake)
-            if await trial.samples(session):
-                break
-        (sample,) = await trial.samples(session)
-        exactly(sample, trial.log[-1].generation)
-        assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "deadline")
-
-
-async def test_a_session_deleted_between_two_parts_of_its_turn_leaves_no_work(stage: Stage) -> None:
-    async with cuttable(stage) as (trial, brake):
-        for api, stream in itertools.product((Api(CHAT), Api(MESSAGES)), BOTH):
-            with case(api, stream):
-                session, before = await trial.create(), len(trial.log)
-                async with under_way(asked(api, trial, session, stream=stream)) as turn:
-                    await between_two_parts(trial, brake)
-                    assert (await trial.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
-                    reply = await turn
-                    await go_on(trial, brake)
-                assert (reply.status == 200) == stream, "a stream that had begun is broken off"
-                assert not trial.worker.running
-                assert len(trial.log) == before + 1
-                assert trial.statistics()["sampled_tokens"] == 0

@@ -311,31 +311,6 @@ async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(
         assert await page.text("[data-fact=turns]") == "5"
 
 
-LINES = "[...document.querySelectorAll('.tree .row')].map((row) => [row.getAttribute('aria-level'), row.textContent])"
-
-
-async def test_episode_tokens_take_every_colour_and_explain_their_branches(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url, f"{FORKED}?turn=3") as page:
-        assert await page.value(LEAF) == "3"
-        assert [level for level, _ in await page.value(LINES)] == ["1", "2", "2", "1"]
-        edit = "[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)"
-        assert await page.value(edit) == ["17 + 25 = "]
-        assert await page.text(".edit > p") == "message 3, content"
-        colours = await page.value("[...document.querySelectorAll('#colour option:enabled')].map((at) => at.value)")
-        assert colours == ["mask", "logprob", "version", "turn", "worker", "entropy"]
-        await page.choose("#colour", "version")
-        legend = await page.text(".token-view .legend")
-        assert "version 6" in legend
-        assert "version 7" in legend
-        await page.hover("#token-7")
-        await page.until("document.querySelector('[data-field=position]').textContent.startsWith('7 of')")
-        await page.value("document.querySelector('.tokens').focus()")
-        await page.press("End", ctrl=True)
-        await page.press("ArrowLeft")
-        length = (await got(run, "episodes/sum-18-0/tokens?leaf=3"))["length"]
-        assert (await page.text("[data-field=position]")).startswith(f"{length - 2} of")
-
-
 async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stage: Stage) -> None:
     async with running_fleet(stage) as trial, dashboard(browser, trial.router.url, "#/episodes") as page:
         await page.value("window.same = true")

@@ -131,18 +131,6 @@ async def test_one_that_is_aborted_behind_a_retraction_keeps_what_its_stream_has
         await client.post("/continue_generation")
 
 
-async def test_who_joins_a_paused_fleet_is_paused_in_a_mode_that_it_has(stage: Stage) -> None:
-    async with SimulatedWorker() as first, SimulatedJax() as other:
-        router = await stage.router(first.url)
-        await post(router, "/pause_generation", mode="abort")
-        assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        assert [each.json()["mode"] for each in other.log.at("/pause_generation")] == ["retract"]
-        again = (await post(router, "/pause_generation", mode="abort")).json()
-        assert again["workers"][other.url]["body"]["in_place_of"] == "abort"
-        assert "mode" not in again["workers"][first.url]["body"]
-        await post(router, "/continue_generation")
-
-
 async def test_a_deep_check_asks_for_a_token_where_health_says_nothing(stage: Stage) -> None:
     async with SimulatedJax() as worker:
         router = await stage.router(worker.url, **{**PROBING, "deep_health_check_interval": 0.02})

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-from miles_router.testing import SimulatedWorker
 from tests.support.fleet import post
 from tests.support.metrics import metric, metrics, samples, total
-from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
@@ -100,34 +97,6 @@ async def test_a_control_request_does_not_fail_for_a_worker_that_never_answered(
     answer = await post(router, "/flush_cache")
     assert answer.status == 200
     assert answer.json()["workers"][silent.url]["status"] == 0
-
-
-async def test_a_worker_that_comes_under_a_pause_is_paused_before_it_joins(stage: Stage) -> None:
-    late, well = await refusing(stage), await stage.worker()
-    router = await stage.router(late, well)
-    assert (await post(router, "/pause_generation", mode="retract")).status == 200
-    await late.listen()
-    await in_state(router, late.url, "ready")
-    (told,) = [each for each in late.requests if each.path == "/pause_generation"]
-    assert json.loads(told.body or b"")["mode"] == "retract"
-    assert (await post(router, "/continue_generation")).status == 200
-    for _ in range(4):
-        assert (await post(router, "/generate", **SHORT)).status == 200
-
-
-async def test_a_worker_that_comes_with_other_weights_takes_no_requests(stage: Stage) -> None:
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    async with SimulatedWorker(weight_version="1") as well:
-        router = await stage.router(well.url, url)
-        assert (await post(router, "/update_weight_version", new_version="2")).status == 200
-        async with SimulatedWorker(weight_version="1", port=port) as late:
-            await in_state(router, url, "outdated")
-            for _ in range(4):
-                assert (await post(router, "/generate", **SHORT)).status == 200
-            assert not late.log.at("/generate")
-            assert (await post(router, "/update_weight_version", new_version="2")).status == 200
-            await in_state(router, url, "ready")
 
 
 async def test_the_first_good_answer_makes_a_worker_routable(stage: Stage) -> None:

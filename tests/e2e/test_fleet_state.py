@@ -11,11 +11,10 @@ import orjson
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from tests.support.fleet import JSON, info, post, simulated
-from tests.support.http import CutReply
+from tests.support.fleet import info, post, simulated
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import CLOSE, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -244,44 +243,10 @@ async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobod
 # Carried on, where a simulated worker has no such case
 
 
-def cut(ids: list[int], **meta: Any) -> bytes:
-    finish = {"type": "abort", "message": "Abort in waiting queue"}
-    return orjson.dumps({"text": "", "output_ids": ids, "meta_info": {"id": "q", "finish_reason": finish, **meta}})
-
-
 def whole(ids: list[int], prompt: int) -> bytes:
     finish = {"type": "length", "length": len(ids)}
     meta = {"id": "n", "prompt_tokens": prompt, "completion_tokens": len(ids), "finish_reason": finish}
     return orjson.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": meta})
-
-
-async def paused_while_it_runs(stage: Stage, first: bytes, second: bytes, **body: Any) -> tuple[Any, list[Any]]:
-    """What the client gets, and what the worker was asked, when the first go ends during a pause."""
-    worker = await stage.worker()
-    paused = asyncio.Event()
-    worker.next(script(paused, reply(first, headers=JSON)))
-    router = await stage.router(worker, partial_rollout="resume")
-    generating = asyncio.ensure_future(post(router, "/generate", **body))
-    await until(lambda: worker.requests, "it runs")
-    await post(router, "/pause_generation")
-    paused.set()
-    await until(lambda: router.app.router.gate.held, "it was cut and waits")
-    worker.next(script(reply()), script(reply(second, headers=JSON)))
-    await post(router, "/continue_generation")
-    answer = (await generating).json()
-    return answer, [orjson.loads(each.body) for each in worker.requests if each.path == "/generate"]
-
-
-async def test_a_request_that_had_only_queued_is_asked_again_as_it_was(stage: Stage) -> None:
-    body = {"text": "Hi", "sampling_params": {"regex": "a+", "max_new_tokens": 2}}
-    answer, asked = await paused_while_it_runs(stage, cut([]), whole([7, 8], prompt=5), **body)
-    assert asked == [body, body | {"rid": asked[1]["rid"]}], "under a name of its own"
-    assert answer["output_ids"] == [7, 8]
-    assert answer["meta_info"] == {
-        **orjson.loads(whole([7, 8], prompt=5))["meta_info"],
-        "id": "q",
-        "resumed": 1,
-    }
 
 
 # A lost worker
@@ -308,20 +273,6 @@ async def spelling_worker(stage: Stage) -> ScriptedWorker:
     return worker
 
 
-@pytest.mark.parametrize("first", [[], [5]])
-async def test_a_stream_that_cannot_be_carried_on_is_broken_off_and_never_looks_complete(
-    stage: Stage, first: list[int]
-) -> None:
-    worker = await spelling_worker(stage)
-    sampling = {"regex": "x+", "ignore_eos": True} if first else {}
-    router = await stage.router(worker, resume_on_worker_loss=True)
-    worker.always(script(EVENTS, *[chunk(beginning(ids)) for ids in [first] if ids], RESET))
-    with pytest.raises(CutReply) as cut_off:
-        await soon(post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling))
-    assert b"[DONE]" not in cut_off.value.reply.body
-    assert len(worker.requests) == (1 if first else 3)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("deaths", "status"), [(2, 200), (9, 502)])
 async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
@@ -337,19 +288,3 @@ async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
     answer = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
     assert answer.status == status
     assert len(worker.requests) <= 4  # the first may have met a connection that was no longer good
-
-
-async def test_a_lost_stream_that_gets_on_is_carried_on_as_often_as_it_takes(stage: Stage) -> None:
-    worker = await spelling_worker(stage)
-    router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
-    worker.next(*[script(EVENTS, chunk(beginning([token], prompt=2 + token)), RESET) for token in range(4)])
-    last = beginning([9], {"type": "length", "length": 1}, prompt=6)
-    worker.next(script(EVENTS, chunk(last), chunk(b"data: [DONE]\n\n"), chunk(b"")))
-    sampling = {"ignore_eos": True}
-    asked = post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling)
-    answer = await soon(asked)
-    *_, final, done, _ = answer.body.split(b"\n\n")
-    assert done == b"data: [DONE]"
-    said = orjson.loads(final.removeprefix(b"data: "))
-    assert said["output_ids"] == [0, 1, 2, 3, 9]
-    assert (said["meta_info"]["resumed"], said["meta_info"]["finish_reason"]["length"]) == (4, 5)

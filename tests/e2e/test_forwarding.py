@@ -191,14 +191,6 @@ async def test_a_client_that_expects_100_continue_gets_it_and_the_worker_never_h
     assert (worker.requests[0].body, worker.requests[0].values("expect")) == (b"hello", [])
 
 
-async def test_a_client_that_expects_100_continue_and_does_not_wait_is_served(stage: Stage) -> None:
-    worker, _, client = await pair(stage)
-    for _ in range(3):
-        answer = await client.ask("POST", "/generate", [("Expect", "100-continue")], BINARY)
-        assert answer.status == 200
-    assert [received.body for received in worker.requests] == [BINARY] * 3
-
-
 async def test_the_clients_request_id_goes_to_the_worker_and_back(stage: Stage) -> None:
     worker, _, client = await pair(stage)
     worker.always(script(reply(headers=[("X-Request-Id", "of-the-worker")])))

@@ -133,20 +133,6 @@ async def test_probes_get_through_while_all_connections_are_taken_by_requests(st
 # Paused
 
 
-def with_ready(*steps: Any) -> Behaviour:
-    """`/ready` does `steps`; the others are answered."""
-    return lambda visit: visit.run(steps if visit.request.path == "/ready" else [reply(b'{"weight_version": "1"}')])
-
-
-async def test_a_worker_whose_ready_hangs_is_busy_and_not_paused(stage: Stage) -> None:
-    worker = await stage.worker()
-    worker.model_info = with_ready(HANG)
-    router = await router_of(stage, worker, health_check_timeout=0.3)
-    await until(lambda: sum(probe.path == "/ready" for probe in worker.probes) >= 3, "it was asked thrice")
-    record = router.worker(worker)
-    assert (record.state, record.reason, record.failures) == (WorkerState.READY, "registered", 0)
-
-
 # Readmission
 
 

@@ -9,7 +9,6 @@ import orjson
 import pytest
 
 from miles_router.fleet.affinity import NAMES, Affinity
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.shards.owners import ShardOwners
 from miles_router.shards.senders import Senders
 from miles_router.testing import SimulatedWorker
@@ -22,7 +21,7 @@ from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, ScriptedWorker, script
 from tests.support.seats import owners_at
-from tests.support.session_trial import SESSIONS, user
+from tests.support.session_trial import user
 from tests.support.stage import Stage
 
 CHAT = "/v1/chat/completions"
@@ -76,17 +75,6 @@ async def test_nobody_waits_for_the_home_of_a_key_that_is_being_started_again(st
             senders.begin(1)
         assert (await router.ask("POST", CHAT, [("X-Session-Id", name_of(1, 2)), *JSON], b"{}")).status == 200
         assert (len(worker.requests), len(held.requests)) == (1, int(there))
-
-
-async def test_a_session_s_own_text_stays_with_it_wherever_its_key_is_at_home(stage: Stage, tmp_path: Path) -> None:
-    layers = (MiddlewareSpec(SESSIONS), *LAYER)
-    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
-        routers = await several(stage, tmp_path, 2, worker.url, middlewares=layers, hf_checkpoint=checkpoint())
-        made = (await routers[0].ask("POST", "/sessions", JSON, b"{}")).json()["session_id"]
-        for router in routers:
-            headers = [("X-SMG-Routing-Key", name_of(1, 2)), *JSON]
-            body = orjson.dumps({"text": f"A new text of {id(router)}."})
-            assert (await router.ask("POST", f"/sessions/{made}/generate", headers, body)).status == 200
 
 
 async def test_a_key_counts_only_where_something_generates(stage: Stage, tmp_path: Path) -> None:

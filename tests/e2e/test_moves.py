@@ -215,19 +215,6 @@ async def test_a_pause_cuts_what_has_moved_like_everything_else(stage: Stage, pa
             assert of_one_go(answers[rid]) == of_one_go(uncut)
 
 
-async def test_what_has_moved_outlives_the_worker_that_took_it_over(stage: Stage) -> None:
-    async with moving(stage) as scene:
-        await scene.run(2, return_logprob=True)
-        await scene.open()
-        await scene.moved(1)
-        await until(lambda: scene.held_there.holds(1), "it runs there")
-        await scene.target.kill()
-        answers = await scene.end()
-        for rid, answer in answers.items():
-            assert of_one_go(answer) == of_one_go(await scene.uncut(rid, return_logprob=True))
-        await scene.target.restart()
-
-
 async def test_a_client_that_leaves_ends_it_where_it_runs_now(stage: Stage) -> None:
     async with moving(stage) as scene:
         await scene.run(2)
