@@ -19,7 +19,6 @@ from miles_router.client import (
     NotFound,
     Retries,
     RouterClient,
-    RouterClientError,
     group,
 )
 from miles_router.testing import SimulatedWorker
@@ -238,13 +237,3 @@ async def test_a_pause_that_may_have_happened_is_continued(stage: Stage, failure
         ("/pause_generation", {"mode": "retract"}),
         ("/continue_generation", {}),
     ]
-
-
-async def test_a_fleet_that_cannot_be_continued_is_an_error(
-    router: RunningRouter, workers: list[SimulatedWorker]
-) -> None:
-    async with connected(router.url) as client:
-        with pytest.raises(RouterClientError, match="these workers failed"):
-            async with client.paused():
-                workers[0].faults.status(500, path="/continue_generation")
-        await client.continue_()

@@ -23,7 +23,6 @@ NIGHTLY = frozenset(
         "tests/docs/test_snippets.py",
         "tests/e2e/test_added_engine.py",
         "tests/e2e/test_audit.py",
-        "tests/e2e/test_audit_command.py",
         "tests/e2e/test_command.py",
         "tests/e2e/test_dashboard.py",
         "tests/e2e/test_long_texts.py",
