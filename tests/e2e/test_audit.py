@@ -22,7 +22,6 @@ from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import Piece
 from tests.support.audits import (
     LONG,
-    SYSTEM,
     audited,
     damaged,
     episode,
@@ -164,16 +163,6 @@ async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_chan
     assert asked["logprob_start_len"] == found["spans"][0]["start"] - 1
 
 
-async def test_a_session_is_audited_beneath_its_own_path_too(trial: SessionTrial) -> None:
-    session = await recorded(trial, "session")
-    before = (await trial.ask("GET", "/episodes")).json()
-    own = await trial.ask("POST", f"/sessions/{session}/audit", {})
-    found = await audit(trial, session)
-    assert (await trial.ask("GET", "/episodes")).json() == before, "when it was used last, too"
-    assert (found.pop("id"), found.pop("kind")) == (session, "session")
-    assert own.json() == {"session_id": session, **found}
-
-
 async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
     made = [await recorded(trial, kind, 1) for kind in KINDS * 2]
     await trial.ask("POST", "/pause_generation", {"mode": "retract"})
@@ -295,17 +284,6 @@ async def test_settings_that_reshape_logprobs_are_no_alarm(trial: SessionTrial) 
         await forget_all(trial)
 
 
-async def test_each_text_of_a_request_has_settings_of_its_own(trial: SessionTrial) -> None:
-    short = {"max_new_tokens": 8, "ignore_eos": True}
-    body = {"text": ["One", "Two"], "sampling_params": [short, {**short, "presence_penalty": 0.5}]}
-    assert (await trial.ask("POST", GENERATE, body)).status == 200
-    found = [(await audit(trial, rollout.id))["samples"][0] for rollout in text_rollouts(trial)]
-    assert [(each["compared"], each["not_comparable"]) for each in found] == [
-        (8, {}),
-        (0, {"reshaped_by_presence_penalty": 8}),
-    ]
-
-
 @of_each_kind
 async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_token(
     trial: SessionTrial, kind: str
@@ -320,16 +298,6 @@ async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_tok
         assert [*asked["input_ids"], *asked["token_ids_logprob"]] == whole["tokens"][: position + 1]
         assert asked["sampling_params"]["temperature"] == 0.6
         assert span["recorded"] == span["recomputed"] == pytest.approx([whole["logprobs"][position]])
-
-
-async def test_what_is_longer_than_the_engine_takes_is_left_out(stage: Stage) -> None:
-    async with simulated_sessions(stage, context_len=200) as trial:
-        session = await trial.create()
-        await trial.chat(session, [SYSTEM, user("Hi")], max_tokens=None, ignore_eos=True)
-        (sample,) = (await audit(trial, session))["samples"]
-    assert sample["compared"] > 0
-    assert set(sample["not_comparable"]) == {"context"}
-    assert sample["refusals"] == []
 
 
 async def test_prompts_without_messages_are_no_alarm(trial: SessionTrial) -> None:
@@ -350,15 +318,6 @@ async def test_what_an_engine_refuses_or_garbles_is_no_alarm(trial: SessionTrial
         (sample,) = (await audit(trial, made))["samples"]
         assert (sample["compared"], set(sample["not_comparable"]), len(sample["refusals"])) == (0, {reason}, 1)
         assert (await audited(trial)).status == GOOD, "the next one is answered"
-
-
-async def test_one_that_a_pause_ended_is_asked_again(trial: SessionTrial) -> None:
-    made = await recorded(trial, "session", 1)
-    cut = b'{"meta_info": {"finish_reason": {"type": "abort"}}}'
-    trial.worker.faults.status(200, body=cut, path=GENERATE, times=2)
-    assert (await audited(trial)).status == GOOD
-    trial.worker.faults.status(200, body=cut, path=GENERATE, times=3)
-    assert await only_reason(trial, made) == "cut"
 
 
 @of_each_kind

@@ -27,9 +27,11 @@ from miles_router.trajectory import Piece, Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 from tests.e2e.test_episodes import got
 from tests.support import waiting
-from tests.support.cache_trial import SHORT, Trial, simulated_trial, trial_before
+from tests.support.cache_trial import CACHE, SHORT, Trial, simulated_trial, trial_before
+from tests.support.experts_trial import simulated_experts, truth
 from tests.support.scripted_worker import reply, script
 from tests.support.session_apis import case
+from tests.support.session_trial import SESSIONS, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -253,3 +255,46 @@ async def test_tokens_other_than_those_generated_are_refused(stage: Stage) -> No
                 with pytest.raises(InvalidSample) as caught:
                     await single_turn(client, "one")
                 assert caught.value.invariant == "retrieved_as_generated"
+
+
+# Routed experts
+
+
+@pytest.fixture
+async def of_experts(stage: Stage) -> AsyncIterator[RouterClient]:
+    """The client of a router with text cache, sessions and the layer that keeps rows."""
+    async with simulated_experts(stage, around=[SESSIONS, CACHE]) as trial, RouterClient(trial.router.url) as made:
+        yield made
+
+
+async def test_a_generation_has_its_rows_by_id_and_by_text(of_experts: RouterClient) -> None:
+    generation = await of_experts.generate("Hello", sampling_params=SHORT)
+    tokens = (await of_experts.retrieve(rid=generation.rid)).tokens
+    expected = truth(tokens.tolist())
+    by_id = await of_experts.routed_experts(rid=generation.rid)
+    assert (by_id.dtype.name, by_id.shape) == ("uint8", (len(tokens) - 1, 3, 2))
+    assert np.array_equal(by_id, expected)
+    assert np.array_equal(await of_experts.routed_experts(text="Hello" + generation.text), expected)
+    assert np.array_equal(await of_experts.routed_experts(rid=generation.rid, start=1, stop=4), expected[1:4])
+
+
+async def test_a_sample_has_its_rows_by_session_and_leaf_and_in_itself(of_experts: RouterClient) -> None:
+    async with await of_experts.create_session() as session:
+        for question in ("one", "two"):
+            await session.chat([user(question)], max_tokens=4)
+        samples = await session.collect()
+        assert len(samples) == 2
+        for sample in samples:
+            expected = truth(sample.tokens.tolist())
+            assert sample.routed_experts is not None
+            assert np.array_equal(sample.routed_experts, expected)
+            leaf = sample.metadata["leaf"]
+            assert np.array_equal(await of_experts.routed_experts(session_id=session.id, leaf=leaf), expected)
+        with pytest.raises(ErrorReply, match="leaf must be the number of a turn"):
+            await of_experts.routed_experts(session_id=session.id)
+    for name in ("rid", "text", "session_id"):
+        with pytest.raises(NotFound):
+            await of_experts.routed_experts(**{name: "nobody"})  # type: ignore[arg-type]
+    for named in ({}, {"rid": "a", "text": "b"}):
+        with pytest.raises(ErrorReply, match="exactly one of"):
+            await of_experts.routed_experts(**named)  # type: ignore[arg-type]

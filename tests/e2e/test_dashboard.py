@@ -334,37 +334,6 @@ async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stag
         assert await page.value("window.same") is True
 
 
-async def test_what_has_the_focus_is_open_or_seen_stays_while_an_episode_grows(browser: Browser, stage: Stage) -> None:
-    focus = "document.activeElement.textContent.split(' · ')[0].split(/(?<=turn \\d)\\d/)[0]"
-    rows = "document.querySelectorAll('.tree .row').length"
-    async with running_fleet(stage) as trial:
-        history = await sum_of(trial, "live")
-        await trial.chat("live", [*history, user("Are you sure?")], tools=[ADD])
-        for text in ("17 + 25 = 42", "43"):
-            await trial.chat("live", [*history[:3], {**history[3], "content": text}], tools=[ADD])
-        async with dashboard(browser, trial.router.url, "#/episodes/live?turn=4", width=500) as page:
-            await page.until(f"{rows} === 4")
-            await page.value("[...document.querySelectorAll('details')].forEach((at) => at.open = true)")
-            await page.value("document.querySelector('.tree .row:nth-child(4) button').focus()")
-            await page.value("document.querySelector('#goto').value = '3'")  # typed, and not yet entered
-            await page.value("document.querySelector('.tokens').scrollTop = 60")
-            await page.value("window.same = document.activeElement")
-            await trial.chat("live", [history[0], user("So far: 17 + 25.")])
-            await page.until(f"{rows} === 5")
-            assert await page.value("window.same === document.activeElement")
-            await page.value("document.querySelector('.tree .row:nth-child(5) button').focus()")
-            assert await page.value(focus) == "turn 5"
-            await trial.chat("live", [*history[:3], {**history[3], "content": "44"}], tools=[ADD])
-            await page.until(f"{rows} === 6")
-            assert await page.value(focus) == "turn 5", "another line stands there now"
-            assert await page.value(
-                "document.querySelector('.tree .row:nth-child(6)').contains(document.activeElement)"
-            )
-            assert await page.value("[...document.querySelectorAll('details')].every((at) => at.open)")
-            assert await page.value("document.querySelector('#goto').value") == "3"
-            assert await page.value("document.querySelector('.tokens').scrollTop") == 60
-
-
 async def test_an_episode_that_is_not_held_is_named_and_shows_nothing_of_another(
     browser: Browser, run: ExpertsTrial
 ) -> None:
