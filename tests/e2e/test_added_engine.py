@@ -157,19 +157,3 @@ async def test_workers_of_several_kinds_are_each_told_in_their_own_words(package
         assert (await post(url, "/toy/go", a=1)).status == 200
         assert told(worker) == [("/toy/pause?how=keep", {}), ("/toy/go", {"a": 1})]
         assert told(other) == [("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})]
-
-
-async def test_who_joins_a_paused_fleet_is_paused_in_its_own_words(package: Path) -> None:
-    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, worker) as url:
-        assert (await post(url, "/toy/pause?how=drop")).status == 200
-        assert (await post(url, "/workers", url=other.url)).status == 201
-        assert told(other) == [("/pause_generation", {"mode": "abort"})]
-
-
-async def test_who_cannot_sleep_does_not_join_a_fleet_that_is_asleep(package: Path) -> None:
-    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, other) as url:
-        assert (await post(url, "/release_memory_occupation")).status == 200
-        refused = await post(url, "/workers", url=worker.url)
-        assert (refused.status, refused.error_type) == (502, "fan_out_failed")
-        assert "it has no such control request" in refused.json()["error"]["message"]
-        assert told(worker) == []

@@ -102,23 +102,6 @@ async def test_a_worker_that_takes_nothing_a_pause_and_a_load_show_themselves(br
         await page.until("document.getElementById('gate').hidden")
 
 
-async def test_a_pause_that_was_over_before_the_page_looked_is_a_band_in_every_chart(
-    browser: Browser, stage: Stage
-) -> None:
-    async with running_fleet(stage) as trial:
-        for _ in range(2):
-            for path in ("/pause_generation", "/continue_generation"):
-                assert (await trial.ask("POST", path, {"mode": "retract"})).status == 200
-        async with dashboard(browser, trial.router.url) as page:
-            for address, charts in (("#/fleet", 1), ("#/run", 2)):
-                if address != "#/fleet":
-                    await go(page, address)
-                await page.until(f"{BANDS}.length === {charts}")
-                assert await page.value(BANDS) == ["paused"] * charts
-                words = await page.value("[...document.querySelectorAll('figcaption')].map((at) => at.textContent)")
-                assert all(each.endswith("2 pauses") for each in words)
-
-
 # Episodes
 
 
@@ -180,24 +163,6 @@ async def test_the_episodes_of_a_group_stand_side_by_side(browser: Browser, run:
         assert lines["sampled"] == [str(row["tokens"]["sampled"]) for row in group]
         assert lines["leaves"] == [str(row["leaves"]) for row in group]
         assert lines["ended"] == [row["end_reason"] or "" for row in group]
-
-
-async def test_episodes_are_gone_through_by_keys_and_opened(browser: Browser, run: ExpertsTrial) -> None:
-    every = (await got(run, "episodes"))["episodes"]
-    current = "document.querySelector('#episodes [aria-selected=true]').dataset.key"
-    async with dashboard(browser, run.router.url, "#/episodes") as page:
-        await page.value("document.getElementById('episodes').focus()")
-        await page.press("ArrowDown")
-        await page.press("ArrowDown")
-        assert await page.value(current) == every[1]["id"]
-        await page.press("End")
-        assert await page.value(current) == every[-1]["id"]
-        active = "document.getElementById('episodes').getAttribute('aria-activedescendant')"
-        assert await page.value(f"document.getElementById({active}).dataset.key") == every[-1]["id"]
-        await page.press("Enter")
-        await page.until(f"{SHOWN} === '#/episodes/{every[-1]['id']}'")
-        assert await page.value("document.activeElement.id") == "main"
-        assert await page.text("nav [aria-current]") == "Episodes"
 
 
 async def test_of_thousands_of_episodes_those_are_drawn_that_are_seen(browser: Browser, stage: Stage) -> None:
