@@ -39,7 +39,6 @@ from tests.support.unseen import UNSEEN, seen
 FORKED = "#/episodes/sum-18-0"
 COUNT = "document.getElementById('count').textContent"
 LEAF = "document.getElementById('tokens-of').dataset.leaf"
-BANDS = "[...document.querySelectorAll('.legend .band')].map((at) => at.parentElement.textContent)"
 NODES = "document.querySelectorAll('*').length"
 
 

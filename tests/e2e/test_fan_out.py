@@ -118,8 +118,9 @@ async def test_an_unreachable_worker_is_named_and_fails_it_unless_it_is_quaranti
     assert said["workers"][ready.url] == {"status": 200, "body": {"success": True, "message": "done"}}
     assert said["workers"][dead.url]["status"] == 0
     assert "cannot connect" in said["workers"][dead.url]["body"]
+    await dead.listen()
     router = await stage.router(ready, dead)
-    router.pool.record_alive(router.worker(dead), "1")  # as it seems
+    dead.kill()
     answer = await post(router, "/flush_cache")
     said = answer.json()
     assert (answer.status, set(said), said["error"]["type"]) == (502, {"error", "workers"}, "fan_out_failed")
