@@ -82,18 +82,6 @@ async def test_a_prompt_for_which_no_worker_has_memory_is_refused_by_its_engine_
             assert (await waiting).status == 200
 
 
-async def test_a_session_that_asks_for_the_models_first_waits_all_the_same(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        assert (await scene.turn("a", 1_500)).status == 200
-        assert (await scene.router.ask("GET", "/v1/models", [("X-SMG-Routing-Key", "b")])).status == 200
-        async with under_way(scene.turn("b", 1_000)) as waiting:
-            await held(scene.router, 1)
-            assert (await scene.turn("a", 1_600)).status == 200
-            assert (await scene.turn(None, 1_600)).status == 200, "a text rollout has nothing to wait for"
-            scene.end("a")
-            assert (await waiting).status == 200
-
-
 async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: Stage) -> None:
     async with fleet(stage) as scene:
         assert (await scene.turn("a", 1_500)).status == 200

@@ -149,21 +149,6 @@ async def test_the_list_is_the_routers_and_filters_leave_what_the_router_leaves(
         ]
 
 
-async def test_the_episodes_of_a_group_stand_side_by_side(browser: Browser, run: ExpertsTrial) -> None:
-    group = (await got(run, "episodes?group=prompt-18"))["episodes"]
-    async with dashboard(browser, run.router.url, "#/episodes") as page:
-        assert await page.value("document.getElementById('side-by-side')") is None
-        await page.click("#episodes .row:last-child [role=gridcell]:nth-child(3) a")
-        await page.until(f"{SHOWN} === '#/episodes?group=prompt-17'")
-        await go(page, "#/episodes?group=prompt-18")
-        lines = {line[0]: line[1:] for line in await table(page, "side-by-side")}
-        names = await page.value("[...document.querySelectorAll('#side-by-side thead a')].map((a) => a.textContent)")
-        assert names == [row["id"] for row in group]
-        assert lines["sampled"] == [str(row["tokens"]["sampled"]) for row in group]
-        assert lines["leaves"] == [str(row["leaves"]) for row in group]
-        assert lines["ended"] == [row["end_reason"] or "" for row in group]
-
-
 async def test_of_thousands_of_episodes_those_are_drawn_that_are_seen(browser: Browser, stage: Stage) -> None:
     many = 10_000 if tiers.nightly() else 2_000
     async with simulated_sessions(stage) as trial:

@@ -71,23 +71,6 @@ async def test_it_moves_again_where_that_one_has_too_many(stage: Stage) -> None:
             assert of_one_go(answer) == of_one_go(await scene.uncut(rid))
 
 
-async def test_what_a_pause_has_cut_moves_like_everything_else(stage: Stage) -> None:
-    fields: dict[str, Any] = {"return_logprob": True, "return_routed_experts": True, "top_logprobs_num": 2}
-    async with moving(stage, partial_rollout="resume") as scene:
-        await scene.run(2, **fields)
-        assert (await post(scene.router, "/pause_generation", mode="abort")).status == 200
-        await until(lambda: gate(scene.router).held == 2, "both wait")
-        scene.holds.tokens = 3  # of the rest
-        assert (await post(scene.router, "/continue_generation")).status == 200
-        await scene.held(2)
-        await scene.open()
-        await scene.moved(1)
-        answers = await scene.end()
-        assert sorted(each["meta_info"]["resumed"] for each in answers.values()) == [1, 2]
-        for rid, answer in answers.items():
-            assert of_one_go(answer) == of_one_go(await scene.uncut(rid, **fields))
-
-
 # What stays
 
 UNMOVED: dict[str, tuple[str, dict[str, Any]]] = {
