@@ -92,7 +92,7 @@ async def test_while_a_worker_has_never_said_which_adapters_it_has_a_name_is_nob
         for worker, name in ((silent, "judge"), (other, "judge"), (actor, "actor")):
             await register(router, worker, name)
         fleet = router.app.pools.of_id("judge").fleet
-        await until(lambda: fleet.heard, "they have said that they apply adapters")
+        await until(lambda: fleet.all_reported, "they have said that they apply adapters")
         assert told(await asked(router, "/generate", model="one")) == (503, "no_worker_available")
         assert (await asked(router, "/generate", model="actor:one")).status == 200
         silent.faults.clear()
@@ -107,7 +107,7 @@ async def test_what_a_worker_that_is_lost_has_said_is_known_still() -> None:
         for worker in (lost, other):
             await register(router, worker, None)
         fleet = router.app.pools.default.fleet
-        await until(lambda: fleet.heard, "they have said which they have")
+        await until(lambda: fleet.all_reported, "they have said which they have")
         await lost.kill()
         for _ in range(3):
             fleet.pool.record_failure(fleet.pool.get(lost.url), "it is gone")

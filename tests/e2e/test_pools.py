@@ -571,7 +571,7 @@ async def test_nobody_waits_for_what_a_worker_that_joins_says_of_adapters() -> N
         for path in ("/server_info", "/get_server_info", "/v1/models"):
             newcomer.faults.hang(path=path, times=None)
         await register(router, newcomer, None)
-        assert not router.app.pools.default.fleet.heard
+        assert not router.app.pools.default.fleet.all_reported
         assert [await answered(model) for model in ("one", "gpt-4")] == [200, 200]
         assert [each.lora_path for each in worker.log.generations] == ["one", "one", None]
 
