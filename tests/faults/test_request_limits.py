@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -13,6 +14,9 @@ from tests.support.stage import Stage
 
 LIMIT = 1000
 CHUNKED = [("Transfer-Encoding", "chunked")]
+PADDING = b"x" * 1000
+#: More than the router reads at once outside of a body.
+WITHOUT_END = (b"5;" + PADDING * 400, b"5\r\nhello\r\n0\r\n" + (b"X-Late: " + PADDING + b"\r\n") * 400)
 
 
 async def test_an_announced_body_over_the_limit_is_refused_before_a_byte_of_it_is_read(stage: Stage) -> None:
@@ -119,3 +123,26 @@ async def test_early_reply_arrives_and_its_connection_is_not_reused(
     assert (answer.status, answer.body) == (400, b"too long")
     assert (await router.ask("GET", "/next")).status == 200
     gate.set()
+
+
+async def test_a_head_over_the_limit_is_refused_also_where_it_comes_whole(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("GET", "/x", [(f"X-{number}", "x" * 1000) for number in range(70)]))
+    answer = await client.read()
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize("endless", WITHOUT_END, ids=("chunk extensions", "trailers"))
+async def test_what_a_client_sends_around_a_chunked_body_has_a_bound(stage: Stage, endless: bytes) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", CHUNKED))
+    with contextlib.suppress(ConnectionError):  # the refusal comes while it still sends
+        await client.send(endless)
+    answer = await client.read("POST")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []

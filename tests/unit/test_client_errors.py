@@ -17,6 +17,7 @@ from miles_router.client.errors import (
     InvalidSample,
     NotFound,
     RouterClientError,
+    convert_errors,
     read_error,
 )
 from miles_router.trajectory import InvalidTrajectory
