@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # What each change is tried with on routers of several processes; `make processes` has all.
-CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_by_hop or expects or trickles or drain"
+CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_by_hop or expects or spelled or drain"
 
 .PHONY: help demo docs test processes nightly heavy fuzz soak unit coverage install lint types imports wheel sglang vllm tokenizers agents clients bench placement npm train
 

@@ -74,7 +74,6 @@ async def rows(flags: tuple[str, ...], cases: tuple[Case, ...], model: Path) -> 
 
 
 def table() -> Iterator[str]:
-    """The rows as GitHub markdown."""
     yield f"| model | what | {' | '.join(QUANTILES)} |"
     yield f"| --- | --- |{' ---: |' * len(QUANTILES)}"
     for name_of_model, (flags, model, cases) in MODELS.items():

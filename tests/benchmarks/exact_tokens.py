@@ -106,13 +106,11 @@ async def conversations(workers: list[RealWorker], model: str, copies: int) -> l
 
 
 def together(runs: list[Measured]) -> list[Drift]:
-    """The drift after each turn, over all runs."""
     sums = [[asdict(run.by_turn[turn]) for run in runs] for turn in range(TURNS)]
     return [Drift(**{name: sum(each[name] for each in runs_of) for name in runs_of[0]}) for runs_of in sums]
 
 
 def plot(drifts: list[Drift], path: Path) -> None:
-    """Both shares over the number of turns."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -154,7 +154,6 @@ async def _name_at(asked: Part, pid: int) -> str:
 
 
 async def measure(pair: Pair, rounds: int) -> None:
-    """Print a line for each load."""
     print(f"{'':<34} {'own':>10} {'other':>10} {'ratio':>7}   CPU us a request")
     for title, load in loads().items():
         spent: dict[bool, list[float]] = {True: [], False: []}

@@ -37,7 +37,6 @@ ANSWER = orjson.dumps(
 
 
 def fleet(pool: WorkerPool, workers: int, ranks: int) -> None:
-    """The workers of a pool."""
     for number in range(workers):
         worker = pool.add(parse_worker_url(f"http://10.0.{number // 250}.{number % 250}:30000"))
         if ranks > 1:

@@ -23,7 +23,7 @@ from tests.benchmarks.backend import Backend, running_backend
 from tests.benchmarks.load import LOADS, Load, Sample, measure
 from tests.benchmarks.peers import BEFORE, PEERS, Peer, other_checkout, peer_version, peers_python, running_peer
 from tests.benchmarks.process import PeerError
-from tests.benchmarks.report import environment, plot, render, write_json
+from tests.benchmarks.report import environment, render, write_json
 
 Results = dict[str, dict[str, list[Sample]]]
 
@@ -44,7 +44,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=f"measure this one too, as {BEFORE}")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write medians and every repetition")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the CPU time per request")
     options = parser.parse_args()
     if options.quick:
         options.repeat, options.seconds = 1, 1.0
@@ -121,8 +120,6 @@ def main() -> int:
     print(render(results, about, options.markdown))
     if options.json:
         write_json(options.json, results, about)
-    if options.plot:
-        plot(options.plot, results, about)
     failed = any(sample.failure for by_peer in results.values() for samples in by_peer.values() for sample in samples)
     return 1 if failed else 0
 

@@ -75,7 +75,6 @@ def _nginx(port: int, worker_port: int, root: Path) -> list[str]:
 
 
 def peers_python() -> str:
-    """The interpreter that has the peers' packages."""
     beside = Path(f"{Path(sys.prefix).resolve()}-peers/bin/python")
     return os.environ.get(PEERS_PYTHON) or str(beside if beside.exists() else sys.executable)
 

@@ -1,6 +1,6 @@
-"""The text cache beside a character trie and a linear scan: time of its operations, memory, and how both grow.
+"""What an operation of the text cache costs on a text of 100,000 characters, and the memory of a token.
 
-    python -m tests.benchmarks.radix_tree [--quick] [--json FILE] [--plot FILE.png]
+    python -m tests.benchmarks.radix_tree [--rollouts 10000] [--repeat 300]
 
 Made-up rollouts, no tokenizer: GRPO groups of 8 over a prompt, three turns each, and a few long ones. Times are of one
 operation in this process. Memory is what a fresh process grows by (resident bytes), without the text.
@@ -9,139 +9,158 @@ operation in this process. Memory is what a fresh process grows by (resident byt
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import gc
+import multiprocessing
+import random
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from statistics import median, quantiles
 
-from tests.benchmarks.radix_tree_curves import Curve, measured_curves, plot
-from tests.benchmarks.radix_tree_peers import PEERS, Memory, Peer, Times, memory_of, play
+import numpy as np
+
+from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import TextRecord
+from miles_router.engines.spelling import Ends
+from miles_router.trajectory import Piece, Trajectory
+from miles_router.trajectory.pieces import Tokens
+from tests.benchmarks.procstat import resident_bytes
 from tests.benchmarks.report import environment, number, table
 
-TARGET_MATCH_MS, TARGET_BYTES = 1.0, 16.0
+GROUP = 8
+PROMPT_CHARS = 1200  # given: system prompt, question, few-shot examples
+ASKED_CHARS = 400  # given at each further turn: a tool's output, the user's next words
+ANSWER_CHARS = 1200  # sampled at each turn, about 300 tokens
+TURNS = 3
+TAIL = "<|im_end|>"  # sampled and not shown
+CHARS_PER_TOKEN = 4
+POOL_CHARS = 1 << 20
+#: Of each turn of a rollout: characters given and sampled.
+STEPS = [(PROMPT_CHARS, ANSWER_CHARS)] + [(ASKED_CHARS, ANSWER_CHARS)] * (TURNS - 1)
+LONG_CHARS, LONG_TURNS, MORE_CHARS = 100_000, (1, 10, 50), 200
 
 
-def arguments() -> argparse.Namespace:
+class Rollouts:
+    """Plays rollouts against a cache as the middleware does: match, continue, record."""
+
+    def __init__(self) -> None:
+        self.cache = RadixTreeCache(max_tokens=1 << 40, keep_versions=2)
+        self._chance = random.Random(0)
+        self._numbers = np.random.default_rng(0)
+        words = ["".join(self._chance.choices("etaoinshrdlucm", k=self._chance.randint(2, 9))) for _ in range(5000)]
+        self._pool = " ".join(self._chance.choices(words, k=POOL_CHARS // 5))[:POOL_CHARS]
+
+    def text(self, chars: int) -> str:
+        """Return so many characters of words, fewer than half of the pool."""
+        begin = self._chance.randrange(POOL_CHARS // 2)
+        return self._pool[begin : begin + chars]
+
+    def answered(self, text: str, match: PrefixMatch, chars: int) -> TextRecord:
+        """Return the record of `chars` sampled characters behind `text`, and a hidden stop token."""
+        given, given_ends = self._tokens(len(text) - match.chars, match.chars)
+        ids, ends = self._tokens(chars, len(text), tail=len(TAIL))
+        logprobs = -self._numbers.random(len(ids), dtype=np.float32)
+        trajectory: Trajectory = match.trajectory.append(Piece.given(given))
+        return TextRecord(
+            text=text + self.text(chars) + TAIL,
+            shown_chars=len(text) + chars,
+            trajectory=trajectory.append(Piece.sampled(ids, logprobs, "1")),
+            ends=np.concatenate([match.ends, given_ends, ends]),
+            rid=f"{self._chance.getrandbits(128):032x}",
+            finish="stop",
+        )
+
+    def groups(self, rollouts: int) -> None:
+        """Play so many rollouts, in groups that share a prompt and take their turns side by side."""
+        for _ in range(rollouts // GROUP):
+            prompt = self.text(PROMPT_CHARS)
+            together = [self._episode(prompt, STEPS) for _ in range(GROUP)]
+            for _ in range(TURNS):
+                for one in together:
+                    next(one)
+
+    def long(self, turns: int) -> str:
+        """Play one rollout of `LONG_CHARS` characters, hidden tails included, in so many turns. Return its text."""
+        each = LONG_CHARS // turns
+        sampled = (each - len(TAIL)) // 2
+        given = each - len(TAIL) - sampled
+        *_, text = self._episode(self.text(given), [(given, sampled)] * turns)
+        assert len(text) == LONG_CHARS
+        return text
+
+    def timed(self, text: str, repeat: int) -> list[list[float]]:
+        """Look up extensions of `text`, record answers to them, retrieve them: the seconds of each operation."""
+        return [list(each) for each in zip(*(self._once(text) for _ in range(repeat)), strict=True)]
+
+    def _once(self, text: str) -> tuple[float, float, float]:
+        asked = text + self.text(MORE_CHARS)
+        begin = time.perf_counter()
+        match = self.cache.match(asked)
+        looked = time.perf_counter() - begin
+        assert match.chars == len(text), "the whole of the held text is reused"
+        record = self.answered(asked, match, ANSWER_CHARS)
+        begin = time.perf_counter()
+        self.cache.record(record, match)
+        recorded = time.perf_counter() - begin
+        begin = time.perf_counter()
+        tokens = self.cache.retrieve(record.text)[-1].trajectory().tokens
+        retrieved = time.perf_counter() - begin
+        assert np.array_equal(tokens, record.trajectory.tokens), "what is retrieved is what was recorded"
+        return looked, recorded, retrieved
+
+    def _episode(self, prompt: str, steps: Sequence[tuple[int, int]]) -> Iterator[str]:
+        """Play the turns of one rollout, each a number of characters given and sampled. Yield the text after each."""
+        text = prompt
+        for at, (given, sampled) in enumerate(steps):
+            text += self.text(given) if at else ""
+            match = self.cache.match(text)
+            record = self.answered(text, match, sampled)
+            self.cache.record(record, match)
+            text = record.text
+            yield text
+
+    def _tokens(self, chars: int, offset: int, *, tail: int = 0) -> tuple[Tokens, Ends]:
+        """Return ids and ends for `chars` characters behind `offset`, and one more token for a tail."""
+        steps = self._numbers.integers(1, 2 * CHARS_PER_TOKEN, size=chars // CHARS_PER_TOKEN + 1, dtype=np.int64)
+        ends = np.cumsum(steps)
+        ends = np.append(ends[ends < chars], chars)
+        ends = np.append(ends, chars + tail) if tail else ends
+        ids = self._numbers.integers(0, 150_000, size=len(ends), dtype=np.int32)
+        return ids, (ends + offset).astype(np.uint32)
+
+
+def bytes_per_token(rollouts: int) -> tuple[int, float]:
+    """Fill a cache in this process, which must be fresh. Return its tokens, and what each took without the text."""
+    first = Rollouts()
+    first.groups(GROUP)  # every module and the pool of text are in memory
+    gc.collect()
+    before = resident_bytes()
+    made = Rollouts()
+    made.groups(rollouts)
+    del first
+    gc.collect()
+    return made.cache.tokens, (resident_bytes() - before - made.cache.characters) / made.cache.tokens
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the rollouts: a smoke test")
     parser.add_argument("--rollouts", type=int, default=10_000, help="trajectories held (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=300, help="operations timed of each kind (default: %(default)s)")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
+    parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     options = parser.parse_args()
-    if options.quick:
-        options.rollouts, options.repeat = 500, 50
-    return options
-
-
-def progress(step: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {step}", file=sys.stderr, flush=True)
-
-
-def times_table(times: Mapping[str, Mapping[str, Times]], *, markdown: bool) -> str:
-    header = ["held by", "rollouts", "generations", "look-up", "median ms", "p99 ms", "record ms", "retrieve ms"]
-    rows = [
-        [
-            name, number(each.rollouts, 0), number(each.entries, 0), kind, *map(_ms, (each.match, each.match_p99)),
-            *map(_ms, (each.record, each.retrieve)),
-        ]
-        for name, by_kind in times.items() for kind, each in by_kind.items()
-    ]  # fmt: skip
-    return table(header, rows, markdown)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else number(seconds * 1e3, 3)
-
-
-def memory_table(memory: Mapping[str, Memory], *, markdown: bool) -> str:
-    header = ["held by", "rollouts", "tokens", "text MB", "grown MB", "bytes/token", "beside the text"]
-    rows = [
-        [
-            name, number(each.rollouts, 0), number(each.tokens, 0), number(each.text / 1e6, 1),
-            number(each.grown / 1e6, 1), number(each.grown / each.tokens, 1), number(each.beside_text, 1),
-        ]
-        for name, each in memory.items()
-    ]  # fmt: skip
-    return table(header, rows, markdown)
-
-
-def curve_table(curve: Curve, *, markdown: bool) -> str:
-    names = list(curve.seconds)
-    header = [curve.of, *(f"{name} CPU ms" for name in names)]
-    rows = [[number(size, 0), *(_ms(curve.seconds[name][at]) for name in names)] for at, size in enumerate(curve.sizes)]
-    growth = ["grows as size ^", *(number(curve.exponent(name), 2) for name in names)]
-    return table(header, [*rows, growth], markdown)
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    times: dict[str, dict[str, Times]] = {}
-    memory: dict[str, Memory] = {}
-    for name, peer in PEERS.items():
-        held = _scaled(peer, options.rollouts)
-        progress(f"{name}: memory of {held:,} rollouts")
-        memory[name] = memory_of(name, held)
-        progress(f"{name}: {memory[name].beside_text:.1f} bytes/token beside the text; times")
-        times[name] = play(peer, held, options.repeat, progress)
-    curves = measured_curves(progress, quick=options.quick)
-    return {"times": times, "memory": memory, "curves": curves}
-
-
-def _scaled(peer: Peer, rollouts: int) -> int:
-    return rollouts if peer.most is None else min(rollouts, peer.most)
-
-
-def render(results: Mapping[str, Any], about: Mapping[str, str], *, markdown: bool) -> str:
-    mark = "### " if markdown else ""
-    blocks = [
-        f"{mark}Text cache: {about['date']}, commit {about['commit']}",
-        f"{about['cpu']}; Python {about['python']}.",
-        "Look-up of a text that extends a held one of 100,000 characters, which came about in so many turns, by 200.",
-        times_table(results["times"], markdown=markdown),
-        *(f"{name}: {peer.remark}" for name, peer in PEERS.items() if peer.remark),
-        "Memory of the rollouts without the long ones. Tokens are counted once where rollouts share a prompt.",
-        memory_table(results["memory"], markdown=markdown),
-        *(curve_table(curve, markdown=markdown) for curve in results["curves"]),
-        _judged(results),
-    ]
-    return "\n\n".join(blocks)
-
-
-def _judged(results: Mapping[str, Any]) -> str:
-    ours = next(iter(PEERS))
-    slowest = max(each.match for each in results["times"][ours].values()) * 1e3
-    size = results["memory"][ours].beside_text
-    steepest = max(curve.exponent(name) for curve in results["curves"] for name in curve.seconds)
-    return (
-        f"Targets: look-up {slowest:.3f} ms at most (target {TARGET_MATCH_MS:g}), {size:.1f} bytes per cached token "
-        f"(target {TARGET_BYTES:g}), steepest growth size ^ {steepest:.2f} (quadratic would be 2)."
-    )
-
-
-def write_json(path: Path, results: Mapping[str, Any], about: Mapping[str, str]) -> None:
-    plain: dict[str, Any] = {
-        "times": {name: {kind: asdict(one) for kind, one in by.items()} for name, by in results["times"].items()},
-        "memory": {name: asdict(each) for name, each in results["memory"].items()},
-        "curves": [asdict(curve) for curve in results["curves"]],
-    }
-    path.write_text(json.dumps({"environment": dict(about), **plain}, indent=1) + "\n")
-
-
-def main() -> int:
-    options = arguments()
-    about = environment()
-    results = run(options)
-    print(render(results, about, markdown=options.markdown))
-    if options.json:
-        write_json(options.json, results, about)
-    if options.plot:
-        plot(options.plot, results["curves"], about)
-    return 0
+    print(", ".join(f"{name}: {value}" for name, value in environment().items()))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        tokens, size = fresh.submit(bytes_per_token, options.rollouts).result()
+    print(f"{options.rollouts:,} rollouts hold {tokens:,} tokens, {size:.1f} bytes each without the text\n")
+    made = Rollouts()
+    made.groups(options.rollouts)
+    rows = []
+    for turns in LONG_TURNS:
+        looked, recorded, retrieved = made.timed(made.long(turns), options.repeat)
+        figures = [median(looked), quantiles(looked, n=100)[98], median(recorded), median(retrieved)]
+        rows.append([f"{turns} turns", *(number(seconds * 1e3, 3) for seconds in figures)])
+    print(table(["a text of", "look-up ms", "p99", "record ms", "retrieve ms"], rows, options.markdown))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

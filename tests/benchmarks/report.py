@@ -132,7 +132,6 @@ def _plain_line(row: list[str], widths: list[int]) -> str:
 
 
 def render(results: Results, about: Mapping[str, str], markdown: bool) -> str:
-    """The heading and a table for each load."""
     mark = "### " if markdown else ""
     lines = [
         f"{mark}Passthrough: {about['date']}, commit {about['commit']}",
@@ -152,7 +151,6 @@ def render(results: Results, about: Mapping[str, str], markdown: bool) -> str:
 
 
 def write_json(path: Path, results: Results, about: Mapping[str, str]) -> None:
-    """Everything measured: the medians, and each repetition."""
     loads = {
         load: {
             peer: {"median": asdict(middle(samples)), "samples": [asdict(sample) for sample in samples]}
@@ -161,34 +159,3 @@ def write_json(path: Path, results: Results, about: Mapping[str, str]) -> None:
         for load, by_peer in results.items()
     }
     path.write_text(json.dumps({"environment": dict(about), "loads": loads}, indent=1) + "\n")
-
-
-def plot(path: Path, results: Results, about: Mapping[str, str]) -> None:
-    """CPU per request (or event) of every peer, a panel for each load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = min(3, len(results))
-    rows = -(-len(results) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(5.2 * columns, 2.6 * rows + 0.5), squeeze=False)
-    for axis in axes.flat[len(results) :]:
-        axis.set_visible(False)
-    for axis, (load_name, by_peer) in zip(axes.flat, results.items(), strict=False):
-        middles = [(name, middle(samples)) for name, samples in by_peer.items() if name != "direct"]
-        values = [sample.cpu_us or 0.0 for _, sample in middles]
-        bars = axis.barh([name for name, _ in middles], values, color=_colours(middles))
-        axis.bar_label(bars, ["failed" if s.failure else f"{s.cpu_us:,.0f} us" for _, s in middles], padding=3)
-        axis.set_xlim(0, max([*values, 1.0]) * 1.3)
-        axis.locator_params(axis="x", nbins=4)
-        axis.set_title(LOADS[load_name].title, fontsize=9)
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"CPU time per request or event, lower is better ({about['date']}, {about['cpu']})", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
-def _colours(middles: Sequence[tuple[str, Sample]]) -> list[str]:
-    return ["#2a6f97" if name.startswith("miles") else "#adb5bd" for name, _ in middles]

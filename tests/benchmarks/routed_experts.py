@@ -189,7 +189,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--answers", type=int, default=24, help="measured answers of one round")
     parser.add_argument("--repeat", type=int, default=5, help="rounds, of which the median is reported")
     parser.add_argument("--quick", action="store_true", help="one small round: a smoke test, not a measurement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round")
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.answers, options.repeat = 2048, 4, 1
@@ -226,9 +225,6 @@ def report(rounds: dict[str, list[Sample]], answer: Answer, options: argparse.Na
         cpu, rate, peak = (median(getattr(each, of) for each in samples) for of in ("cpu_ms", "rate", "peak_mb"))
         held = f"{100 * samples[0].held:.1f} %" if samples[0].held is not None else ""
         print(f"{name:24}{cpu:9.1f} ms{cpu / base:8.2f}{rate:11.1f}{peak:11.1f} MB{held:>8}")
-    if options.json:
-        text = json.dumps({name: [vars(each) for each in samples] for name, samples in rounds.items()}, indent=1)
-        options.json.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How much of agents' samples would be wrong without exact tokens: what rendering and encoding their messages makes.
 
-    python -m tests.benchmarks.session_drift [--agents N] [--turns N] [--seeds N] [--json FILE]
+    python -m tests.benchmarks.session_drift [--agents N] [--turns N] [--seeds N]
 
 The agents of the sessions' proof against two real SGLang workers with random weights and the Qwen3 tokenizer. Every
 sample is first held against the account at the workers' proxies; then the conversation it is of, as the agent knows it,
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -75,7 +74,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--agents", type=int, default=AGENTS, help="sessions at once (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=TURNS, help="turns of each agent (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="runs, each of other agents (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     return parser.parse_args()
 
 
@@ -172,8 +170,6 @@ def main() -> None:
             agents = Agents("", options.agents, options.turns, seed)
             asyncio.run(measure(workers, agents, proved, drift))
     print(f"{proved}\nall equal to the account at the workers' proxies\n{drift}")
-    if options.json:
-        options.json.write_text(json.dumps({"proved": vars(proved), "drift": vars(drift)}, indent=1))
 
 
 if __name__ == "__main__":

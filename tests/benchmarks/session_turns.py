@@ -1,13 +1,12 @@
 """What a session's turn costs the router's process: CPU time by length of the history and API, sockets included.
 
-    python -m tests.benchmarks.session_turns [--against CHECKOUT] [--repeat 5] [--turns 50] [--markdown] [--json FILE]
+    python -m tests.benchmarks.session_turns [--repeat 5] [--turns 50] [--markdown]
 
 The conversations of `sessions.py`, which grow to some 32,000 tokens, asked of a router in a process of its own, with an
 engine behind it that answers at once. Eight agents ask at the same time, turn by turn. CPU time is the router's alone,
 user and system, of all its threads. Whatever is compared takes turns, so that drift of the machine hits all:
 
     chat, messages, responses   a turn of each API
-    before                      a chat turn in the router of another checkout
     passed                      what a chat turn's bytes cost without a session: the request that its engine is given
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import json
 import os
 import random
 import socket
@@ -41,7 +39,7 @@ from tests.support.tokenizers import tokenizer_directory
 
 LAYER = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
 CHAT = "/v1/chat/completions"
-PASSED, BEFORE = "passed", "before"
+PASSED = "passed"
 AGENTS = 8
 #: What a worker answers to anything but a turn.
 STATUS = b'{"status": "ok", "model_path": "benchmark", "weight_version": "1", "is_generation": true, "data": []}'
@@ -126,7 +124,6 @@ def _answer(connection: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def running(source: Path, worker_port: int, root: Path, name: str, *arguments: str) -> Iterator[Subject]:
-    """A router of a checkout, in front of the worker, with further arguments."""
     port = free_port()
     command = [
         str(Path(sys.executable).with_name("miles-router")), "--port", str(port), "--log-level", "warning",
@@ -142,7 +139,6 @@ Times = dict[str, dict[int, list[float]]]
 
 
 def episode(subject: Subject, name: str, api: str, turns: int, seed: int, times: Times, tokens: dict[int, int]) -> None:
-    """A session of each agent, from its first turn to its last."""
     path, request, text_of = APIS[api]
     source = random.Random(seed)
     made, _ = subject.round([("/sessions", b"{}")] * AGENTS)
@@ -183,9 +179,6 @@ def measured(options: argparse.Namespace) -> tuple[Times, dict[int, int]]:
         root = Path(folder)
         now = stack.enter_context(running(REPO, port, root, "now"))
         subjects = [(now, api, api) for api in options.apis]
-        if options.against is not None:
-            other = stack.enter_context(running(options.against.resolve(), port, root, BEFORE))
-            subjects.append((other, BEFORE, "chat"))
         for subject, _, api in subjects:  # what is loaded and cached first
             episode(subject, "", api, 5, 0, defaultdict(lambda: defaultdict(list)), {})
         for at in range(options.repeat):
@@ -199,7 +192,7 @@ def measured(options: argparse.Namespace) -> tuple[Times, dict[int, int]]:
 def shown(times: Times, tokens: Mapping[int, int], *, markdown: bool) -> str:
     """Milliseconds by turn, and the ratios that are promised."""
     last = max(times["chat"])
-    names = [name for name in (*APIS, BEFORE, PASSED) if name in times]
+    names = [name for name in (*APIS, PASSED) if name in times]
     places = sorted({0, 1, 2, *(round(last * part / 5) for part in range(1, 6))})
 
     def of(name: str, turn: int) -> float:
@@ -221,9 +214,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="episodes of each, with 8 agents (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each session (default: %(default)s)")
     parser.add_argument("--apis", nargs="+", choices=APIS, default=list(APIS), help="what agents speak; chat among it")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure the router of this one beside")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every time")
     return parser.parse_args()
 
 
@@ -233,8 +224,6 @@ def main() -> int:
         print(f"{name}: {value}")
     times, tokens = measured(options)
     print(shown(times, tokens, markdown=options.markdown))
-    if options.json is not None:
-        options.json.write_text(json.dumps({"environment": environment(), "seconds": times, "tokens": tokens}))
     return 0
 
 

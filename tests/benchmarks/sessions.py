@@ -1,6 +1,6 @@
 """What a session costs the router: CPU time of each turn as the history grows, and memory of what is held.
 
-    python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50] [--json FILE]
+    python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50]
         [--plot FILE.png]
 
 Sessions whose history grows to some 32,000 tokens: each turn adds a tool's result and an answer. The layer runs in this
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -53,7 +52,6 @@ class Curve:
 
 
 def chat_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The conversation as it is."""
     return {"model": "m", "messages": messages, "max_tokens": 500}
 
 
@@ -102,7 +100,6 @@ class Engine:
         await send({"type": "http.response.body", "body": body})
 
     def answer(self, asked: Mapping[str, Any]) -> bytes:
-        """What it answers to a request."""
         answer = self._answer()
         if asked.get("return_prompt_token_ids"):
             answer["choices"][0]["prompt_token_ids"] = asked.get("input_ids") or [1] * 200
@@ -156,7 +153,6 @@ def timed(work: Callable[[], object]) -> float:
 async def episode(
     layer: OpenAISessionMiddleware, engine: Engine, tokenizer: Any, turns: int, curve: Curve, *, api: str
 ) -> None:
-    """One session from its first turn to its last."""
     path, request, text_of = APIS[api]
     given = TARGET_TOKENS / turns * (1 - SAMPLED_SHARE)
     source = random.Random(len(layer.store))
@@ -200,7 +196,6 @@ async def measured(sessions: int, turns: int, api: str) -> tuple[Curve, dict[str
 
 
 def shown(curve: Curve, memory: Mapping[str, float], *, markdown: bool) -> str:
-    """The two tables."""
     last = max(curve.session)
     places = sorted({0, 1, *(round(last * part / 5) for part in range(1, 6))})
     rows = [
@@ -224,7 +219,6 @@ def shown(curve: Curve, memory: Mapping[str, float], *, markdown: bool) -> str:
 
 
 def plot(curve: Curve, path: Path) -> None:
-    """CPU time of a turn over the tokens of its history."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -250,7 +244,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=32, help="sessions (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve")
     options = parser.parse_args()
     if options.quick:
@@ -264,9 +257,6 @@ def main() -> int:
         print(f"{name}: {value}")
     curve, memory = asyncio.run(measured(options.sessions, options.turns, options.api))
     print(shown(curve, memory, markdown=options.markdown))
-    if options.json is not None:
-        times = {name: {turn: median(each) for turn, each in getattr(curve, name).items()} for name in vars(curve)}
-        options.json.write_text(json.dumps({"environment": environment(), "curve": times, "memory": memory}, indent=1))
     if options.plot is not None:
         plot(curve, options.plot)
     slowest = np.median(curve.session[max(curve.session)]) / np.median(curve.render[max(curve.render)])

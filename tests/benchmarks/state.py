@@ -45,13 +45,11 @@ class Cost:
 
 
 def written_bytes(pid: int) -> int:
-    """What a process has had written to disks."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["write_bytes"])
 
 
 def memory(pid: int) -> int:
-    """Resident bytes of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
@@ -89,8 +87,6 @@ def idle_bytes(subject: Subject, count: int) -> float:
 
 
 def shown(costs: dict[str, Cost], idle: dict[str, float], *, markdown: bool) -> str:
-    """One row for each mode."""
-
     def at(values: Sequence[float], share: float) -> float:
         return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 

@@ -1,13 +1,12 @@
 """What traces cost the router: CPU time of a small request with `--otel` and without it, of the whole process, the
 exporter's thread included.
 
-    python -m tests.benchmarks.traces [--quick] [--repeat 12] [--delay-ms 4] [--against CHECKOUT]
+    python -m tests.benchmarks.traces [--quick] [--repeat 12] [--delay-ms 4]
 
 A fast worker answers 133 bytes to each request of 1 kB, and a collector takes every span of every request. In each
 round both routers are started anew, and asked in turn for a twentieth of a second each, so that what else the machine
 does hits both; the median over the rounds is told. With `--delay-ms` each of the 8 connections pauses between its
-requests, so that routers are not busy all the time. With `--against`, the router of another checkout runs as well,
-without traces and with them.
+requests, so that routers are not busy all the time.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from tests.benchmarks.backend import nginx_head, running_backend
 from tests.benchmarks.load import WRK_SCRIPT, request_body
 from tests.benchmarks.peers import REPO
 from tests.benchmarks.process import HOST, free_port, started
+from tests.benchmarks.procstat import scheduled_seconds
 from tests.benchmarks.report import environment, number, table
 
-OFF, ON, BEFORE, BEFORE_ON = "off", "on", "before, off", "before, on"
+OFF, ON = "off", "on"
 CONNECTIONS = 8
 #: Seconds for which one router is asked before the next one is.
 MOMENT = 0.05
@@ -43,14 +43,6 @@ COLLECTOR = """    server {{
     }}
 }}
 """
-
-
-def scheduled_seconds(pid: int) -> float:
-    """CPU time of a process, all its threads, in nanoseconds' resolution where the kernel has it."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
 
 
 @contextlib.contextmanager
@@ -125,10 +117,7 @@ def spans_sent(port: int) -> dict[str, int]:
 
 def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Counter[str]]:
     """Microseconds of CPU by router, one for each round; and what became of the spans."""
-    sources = {OFF: REPO, ON: REPO}
-    if options.against:
-        sources[BEFORE] = sources[BEFORE_ON] = options.against.resolve()
-    spent: dict[str, list[float]] = {name: [] for name in sources}
+    spent: dict[str, list[float]] = {OFF: [], ON: []}
     outcomes: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="traces-")))
@@ -140,9 +129,8 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Count
         for turn in range(options.repeat):
             with contextlib.ExitStack() as started_now:  # where a process has its memory makes a difference of percents
                 routers = {}
-                for name, source in sources.items():
-                    options_of = ["--otel"] if name in (ON, BEFORE_ON) else []
-                    running = router(source, worker, collected_at, root / name, *options_of)
+                for name in spent:
+                    running = router(REPO, worker, collected_at, root / name, *(["--otel"] if name == ON else []))
                     routers[name] = started_now.enter_context(running)
                 alternating(routers, script, 1.0)
                 for name, each in alternating(routers, script, options.seconds).items():
@@ -159,7 +147,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=12, help="rounds (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each router in a round (default: %(default)s)")
     parser.add_argument("--delay-ms", type=int, default=0, help="between the requests of a connection (default: none)")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure its router too, off and on")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     options = parser.parse_args()
     if options.quick:

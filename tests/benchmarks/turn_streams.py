@@ -61,7 +61,6 @@ def _choice(delta: Any, logprobs: Any = None) -> dict[str, Any]:
 
 
 def generate_events(pieces: list[str], *, incremental: bool) -> Iterator[bytes]:
-    """The events of `/generate`."""
     for end in range(1, len(pieces) + 1):
         begin = end - 1 if incremental else 0
         ids = list(range(begin, end))

@@ -136,7 +136,7 @@ CLAUDE_CODE = Client(
     1,
     modes=(STREAMED,),
     why="its main line; each sub-agent is a side call with one of its own",
-    test="tests/e2e/test_claude_code.py",
+    test="tests/e2e/test_npm_agents.py",
 )
 CODEX = Client(
     "Codex",
@@ -144,7 +144,7 @@ CODEX = Client(
     "Responses",
     1,
     modes=(STREAMED,),
-    test="tests/e2e/test_codex.py",
+    test="tests/e2e/test_npm_agents.py",
 )
 
 CLIENTS: Sequence[Client] = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -100,20 +99,3 @@ def test_it_has_the_form_that_grafana_imports() -> None:
         )
         refs = [target["refId"] for target in panel["targets"]]
         assert len(set(refs)) == len(refs)
-
-
-def test_its_panels_stand_beside_each_other() -> None:
-    for panel in PANELS:
-        place = panel["gridPos"]
-        assert min(place["x"], place["y"]) >= 0
-        assert min(place["w"], place["h"]) >= 1
-        assert place["x"] + place["w"] <= 24, panel["title"]
-    for one, other in itertools.combinations(PANELS, 2):
-        a, b = one["gridPos"], other["gridPos"]
-        apart = (
-            a["x"] + a["w"] <= b["x"]
-            or b["x"] + b["w"] <= a["x"]
-            or a["y"] + a["h"] <= b["y"]
-            or b["y"] + b["h"] <= a["y"]
-        )
-        assert apart, (one["title"], other["title"])

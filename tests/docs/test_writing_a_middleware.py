@@ -21,6 +21,7 @@ from tests.docs.pages import ROOT, blocks
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter, running_router
 
+JSON = [("content-type", "application/json")]
 PAGE = ROOT / "docs" / "writing-a-middleware.md"
 SHOWN = {block.file_name: block.text for block in blocks(PAGE, "python") if block.file_name}
 CLASSES = [
@@ -60,7 +61,7 @@ async def serving(*paths: str, **options: Any) -> AsyncIterator[tuple[RunningRou
 
 async def generate(router: RunningRouter, **sampling_params: Any) -> RawReply:
     body = orjson.dumps({"text": "Hi", "sampling_params": sampling_params})
-    return await router.ask("POST", "/generate", [("content-type", "application/json")], body)
+    return await router.ask("POST", "/generate", JSON, body)
 
 
 @pytest.mark.parametrize("path", CLASSES)
@@ -86,29 +87,23 @@ async def _blind(self: Any, scope: Scope, receive: Receive, send: Send) -> None:
     await self.app(scope, receive, send)
 
 
-async def test_token_cap_cuts_what_is_over_its_limit() -> None:
+async def test_token_cap_cuts_what_is_over_its_limit_and_leaves_the_rest_byte_for_byte() -> None:
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
         reply = await generate(router, max_new_tokens=9)
         assert reply.json()["meta_info"]["completion_tokens"] == 3
         assert worker.log.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3}
         assert (await router.ask("GET", "/token_cap")).json() == {"limit": 3}
-
-
-async def test_token_cap_leaves_what_is_within_its_limit_byte_for_byte() -> None:
-    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
-        body = b'{"text":  "Hi",\n"sampling_params": {"max_new_tokens": 3}}'
-        await router.ask("POST", "/generate", [("content-type", "application/json")], body)
-        assert worker.log.at("/generate")[-1].body == body
-
-
-async def test_token_cap_cuts_each_prompt_of_a_batch_and_refuses_what_it_cannot_read() -> None:
-    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
-        json = [("content-type", "application/json")]
+        within = b'{"text":  "Hi",\n"sampling_params": {"max_new_tokens": 3}}'
+        await router.ask("POST", "/generate", JSON, within)
+        assert worker.log.at("/generate")[-1].body == within
         body = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 9}, {"max_new_tokens": 2}]}
-        assert (await router.ask("POST", "/generate", json, orjson.dumps(body))).status == 200
+        assert (await router.ask("POST", "/generate", JSON, orjson.dumps(body))).status == 200
         sent = worker.log.at("/generate")[-1].json()["sampling_params"]
         assert sent == [{"max_new_tokens": 3}, {"max_new_tokens": 2}]
-        assert (await router.ask("POST", "/generate", json, b'{"text": 7}')).status == 400
+        for tokens in (9, None):
+            assert (await generate(router, max_new_tokens=tokens, n=2)).status == 200
+            assert worker.log.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
+        assert (await router.ask("POST", "/generate", JSON, b'{"text": 7}')).status == 400
 
 
 async def test_ask_again_hides_one_failure_and_no_second() -> None:
@@ -141,13 +136,6 @@ async def test_stream_times_are_told_in_front_of_the_last_event() -> None:
         assert reply.body.endswith(b"data: [DONE]\n\n")
         numbers = at.router.statistics["stream_times"]()
         assert numbers["first_event"] == {"count": 1, "sum": times["first_event_s"]}
-
-
-async def test_token_cap_keeps_the_number_of_samples_and_cuts_what_has_no_limit() -> None:
-    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
-        for tokens in (9, None):
-            assert (await generate(router, max_new_tokens=tokens, n=2)).status == 200
-            assert worker.log.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3, "n": 2}
 
 
 async def test_all_of_them_run_in_one_stack() -> None:

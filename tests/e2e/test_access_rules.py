@@ -1,8 +1,9 @@
-"""Access rules: the key that a path needs depends on what an engine would make of the path, however it is spelled."""
+"""Keys, and which one a path needs: that depends on what an engine would make of it, however it is spelled."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from miles_router.engines.known import CONTROL, GENERATION, USUAL
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import checkpoint
-from tests.support.http import Pairs, RawReply, ask
+from tests.support.http import Pairs, RawReply
 from tests.support.plain_engine import TOLD, PlainEngine, plain_engine
 from tests.support.running_router import RunningRouter
 from tests.support.session_apis import case
@@ -20,7 +21,6 @@ from tests.support.stage import Stage
 
 DATA: Pairs = [("Authorization", "Bearer data"), ("Content-Type", "application/json")]
 ADMIN: Pairs = [("Authorization", "Bearer admin"), ("Content-Type", "application/json")]
-KNOWN = [*CONTROL]
 GENERATIONS = sorted(GENERATION)
 SETTINGS: dict[str, Any] = {"api_key": "data", "admin_api_key": "admin"}
 
@@ -80,110 +80,77 @@ async def test_no_spelling_of_a_generation_passes_a_closed_gate(stage: Stage, en
             engine.called.clear()
 
 
-@pytest.mark.parametrize("control", KNOWN)
-async def test_an_escaped_letter_hides_no_control_path(stage: Stage, engine: PlainEngine, control: str) -> None:
+async def test_an_escaped_letter_hides_no_control_path(stage: Stage, engine: PlainEngine) -> None:
     """Whoever may, controls the fleet by any spelling that says one thing: no worker gets it behind the gate's back."""
-    router = await stage.router(engine.url)
-    engine.called.clear()
-    for target in (f"/%{ord(control[1]):02x}{control[2:]}", f"{control}?", f"http://router.test{control}"):
-        await router.ask("POST", target, DATA, b'{"mode": "abort", "rid": "x", "model_path": "m", "new_version": "1"}')
     own = {each.path for each in USUAL.control}  # what other engines spell otherwise comes as this one spells it
-    assert engine.called == [control] * 3 or control == "/abort_request" or control not in own
-    assert {*engine.called} <= own
-    assert router.app.router.gate.pauses == 3 * (control in ("/pause_generation", "/pause"))
+    router = await stage.router(engine.url)
+    for control in CONTROL:
+        with case(control):
+            engine.called.clear()
+            pauses = router.app.router.gate.pauses
+            for target in (f"/%{ord(control[1]):02x}{control[2:]}", f"{control}?", f"http://router.test{control}"):
+                body = b'{"mode": "abort", "rid": "x", "model_path": "m", "new_version": "1"}'
+                await router.ask("POST", target, DATA, body)
+            assert engine.called == [control] * 3 or control == "/abort_request" or control not in own
+            assert {*engine.called} <= own
+            assert router.app.router.gate.pauses - pauses == 3 * (control in ("/pause_generation", "/pause"))
 
 
-async def test_what_goes_on_is_spelled_as_it_came(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    for target in ("/%67enerate", "/v1/models/Qwen%2FQwen3-4B", "/generate?", "/a%20b?c=%2F%0a"):
-        await tried(router, target)
-        assert worker.requests[-1].target == target.encode()
-
-
-async def test_a_model_with_a_slash_in_its_name_is_found(stage: Stage, engine: PlainEngine) -> None:
+async def test_models_and_sessions_are_found_under_escaped_letters(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine, **SETTINGS)
     for target in ("/v1/models/Qwen%2FQwen3-4B", "/sessions/s/v1/models/Qwen%2FQwen3-4B"):
         assert (await tried(router, target, "GET")).json()["model"] == "Qwen/Qwen3-4B"
+    assert (await tried(router, "/%73essions/%73/v1/%6dodels", "GET")).json()["called"] == "/v1/models"
 
 
-LISTED = [
-    "/generate",
-    "/v1/chat/completions",
-    "/v1/models",
-    "/v1/models/m",
-    "/v1/responses/r",
-    "/tokenize",
-    "/v1/score",
-]
-CLOSED = [
-    "/",
-    "/generate/",
-    "/v1/responses/",
-    "/v1/models/m/",
-    "/server_info",
-    "/get_server_info",
-    "/v1/loads",
-    "/health_generate",
-    "/health/x",
-    "/workers_",
-    "/metrics/x",
-]
+LISTED = "/generate /v1/chat/completions /v1/models /v1/models/m /v1/responses/r /tokenize /v1/score"
+CLOSED = """/ /generate/ /v1/responses/ /v1/models/m/ /server_info /get_server_info /v1/loads /health_generate /health/x
+    /workers_ /metrics/x /router/other /list_workers/"""
 
 
 async def test_the_key_of_clients_opens_a_list_and_the_key_of_administration_the_rest(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, **SETTINGS)
-    for path in LISTED:
+    for path in LISTED.split():
         assert (await tried(router, path)).status == 200
         assert (await tried(router, path, headers=ADMIN)).status == 401
-    for path in CLOSED:
+    for path in CLOSED.split():
         assert (await tried(router, path)).error_type == "unauthorized", path
         assert (await tried(router, path, headers=ADMIN)).status == 200
-    assert [request.path for request in worker.requests] == [*LISTED, *CLOSED]
+    assert [request.path for request in worker.requests] == [*LISTED.split(), *CLOSED.split()]
     assert not any(b"Bearer" in request.head for request in worker.requests)
 
 
-async def test_data_paths_adds_to_that_list(stage: Stage) -> None:
+PLUGINS = "tests.support.plugins.working"
+#: What is open by default and by what was set: settings, headers, and the status of each path.
+OPENED: list[tuple[dict[str, Any], Pairs, dict[str, int]]] = [
+    (
+        {**SETTINGS, "data_paths": ("/v1/audio/", "/separate_reasoning")},
+        DATA,
+        {"/v1/audio/x": 200, "/separate_reasoning": 200, "/separate_reasoning/x": 401, "/v1/audio": 401},
+    ),
+    ({"admin_api_key": "admin"}, [], {"/generate": 200, "/server_info": 401}),
+    ({**SETTINGS, "middlewares": (MiddlewareSpec(f"{PLUGINS}.Tagging"),)}, DATA, {"/tagging/x/y": 401}),
+    (
+        {**SETTINGS, "middlewares": (MiddlewareSpec(f"{PLUGINS}.Inside"),)},
+        DATA,
+        {"/inside/x/y": 200, "/v1/exactly": 200, "/inside": 401, "/v1/exactly/x": 401, "/v1/other": 401},
+    ),
+]
+
+
+async def test_settings_and_middlewares_add_to_that_list(stage: Stage) -> None:
     worker = await stage.worker()
-    router = await stage.router(worker, **SETTINGS, data_paths=("/v1/audio/", "/separate_reasoning"))
-    tries = ["/v1/audio/transcriptions", "/separate_reasoning", "/separate_reasoning/x", "/v1/audio"]
-    assert [(await tried(router, path)).status for path in tries] == [200, 200, 401, 401]
+    for settings, headers, statuses in OPENED:
+        with case(settings):
+            router = await stage.router(worker, **settings)
+            assert {path: (await tried(router, path, headers=headers)).status for path in statuses} == statuses
 
 
-async def test_with_an_admin_key_alone_the_list_is_open_and_nothing_else(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, admin_api_key="admin")
-    assert [(await tried(router, path, headers=[])).status for path in ("/generate", "/server_info")] == [200, 401]
-
-
-async def test_middleware_routes_are_open_to_clients_and_their_neighbours_are_not(stage: Stage) -> None:
-    worker = await stage.worker()
-    specs = (MiddlewareSpec("tests.support.plugins.working.Tagging"),)
-    router = await stage.router(worker, middlewares=specs, **SETTINGS)
-    assert (await tried(router, "/tagging/x", "GET")).status == 200
-    assert (await tried(router, "/tagging/x/y", "GET")).status == 401
-    assert worker.requests == []
-
-
-async def test_what_a_middleware_answers_inside_the_stack_is_open_where_it_says_so(stage: Stage) -> None:
-    specs = (MiddlewareSpec("tests.support.plugins.working.Inside"),)
-    router = await stage.router(await stage.worker(), middlewares=specs, **SETTINGS)
-    tries = ["/inside/x/y", "/v1/exactly", "/inside", "/v1/exactly/x", "/v1/other"]
-    assert [(await tried(router, path)).status for path in tries] == [200, 200, 401, 401, 401]
-
-
-async def test_a_session_is_found_under_escaped_letters_too(stage: Stage, engine: PlainEngine) -> None:
-    router = await with_sessions(stage, engine, **SETTINGS)
-    assert (await tried(router, "/%73essions/%73/v1/%6dodels", "GET")).json()["called"] == "/v1/models"
-
-
-@pytest.mark.parametrize("headers", [[("X-Override-Rid", "theirs"), ("x-override-priority", "9")]])
-async def test_what_overrides_an_engines_choices_takes_the_key_of_administration(
-    stage: Stage, headers: list[tuple[str, str]]
-) -> None:
+async def test_what_overrides_an_engines_choices_takes_the_key_of_administration(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, **SETTINGS)
+    headers = [("X-Override-Rid", "theirs"), ("x-override-priority", "9")]
     for more in ([], [("X-Api-Key", "admin")]):
         assert (await router.ask("POST", "/generate", [*DATA, *headers, *more], b"{}")).status == 200
     without, with_them = worker.requests
@@ -226,68 +193,51 @@ async def test_without_a_key_a_page_of_somebody_else_changes_nothing(stage: Stag
                 assert (await router.ask(method, target, headers, b"{}")).status == 200
 
 
-@pytest.mark.parametrize(
-    ("headers", "settings"),
-    [
-        ([], {}),
-        ([("Origin", "http://router.test")], {}),
-        ([("Origin", "HTTP://Router.test:80"), ("Sec-Fetch-Site", "same-origin")], {}),
-        ([("Origin", "https://public.test")], {"public_url": "https://public.test:443/"}),
-        ([("Origin", "https://evil.test"), *DATA], {"api_key": "data"}),
-    ],
-    ids=["a program", "its own page", "its own page in full", "behind TLS", "with the key"],
-)
-async def test_whose_wish_it_is_may_change_the_fleet(stage: Stage, headers: Pairs, settings: dict[str, Any]) -> None:
-    router = await stage.router(connect_timeout=0.05, **settings)
-    assert (await router.ask("POST", "/add_worker?url=http://127.0.0.1:1", headers)).status == 200
+ALLOWED: list[tuple[Pairs, dict[str, Any]]] = [
+    ([], {}),  # a program
+    ([("Origin", "HTTP://Router.test:80"), ("Sec-Fetch-Site", "same-origin")], {}),
+    ([("Origin", "https://public.test")], {"public_url": "https://public.test:443/"}),
+    ([("Origin", "https://evil.test"), *DATA], {"api_key": "data"}),
+]
 
 
-async def made_at(router: RunningRouter, host: str | None) -> RawReply:
-    headers = [] if host is None else [("Host", host)]
-    return await ask(router.url, "POST", "/sessions", headers, b"{}")
+async def test_whose_wish_it_is_may_change_the_fleet(stage: Stage) -> None:
+    for headers, settings in ALLOWED:
+        with case(headers):
+            router = await stage.router(connect_timeout=0.05, **settings)
+            assert (await router.ask("POST", "/add_worker?url=http://127.0.0.1:1", headers)).status == 200
+
+
+# Where a session is
+
+
+async def made_at(router: RunningRouter, host: str, target: str = "/sessions") -> RawReply:
+    return await router.ask("POST", target, [("Host", host)], b"{}")
 
 
 async def test_a_session_is_at_the_address_that_its_maker_used(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine)
-    for host in ["router.test", "router.test:8080", "10.0.0.7:80", "[::1]:31000", "my_router-1"]:
-        with case(host):
-            assert (await made_at(router, host)).json()["base_url"].startswith(f"http://{host}/sessions/")
+    hosts = ("router.test", "router.test:8080", "10.0.0.7:80", "[::1]:31000", "my_router-1")
+    absolute = (("http://router.test:8080", "router.test:8080"), ("HTTP://somebody@[::1]:31000", "[::1]:31000"))
+    for target, host, authority in [
+        *(("/sessions", host, host) for host in hosts),
+        *((f"{target}/sessions", "elsewhere.test", authority) for target, authority in absolute),
+    ]:
+        with case(target, host):
+            base_url = (await made_at(router, host, target)).json()["base_url"]
+            assert base_url.startswith(f"http://{authority}/sessions/")
+
+
+BAD_HOSTS = ("a b", "evil.test/x?", "user@evil.test", "a,b", "evil.test#", "[::1", "x:y", "é", "%41", "x:99999", "x:")
 
 
 async def test_an_address_that_is_none_makes_no_session(stage: Stage, engine: PlainEngine) -> None:
     router = await with_sessions(stage, engine)
-    for host in [
-        "a b",
-        "evil.test/x?",
-        "user@evil.test",
-        "a,b",
-        "evil.test#",
-        "[::1",
-        "x:y",
-        "é",
-        "%41",
-        "x:99999",
-        "x:0",
-        "x:",
-    ]:
-        with case(host):
-            answer = await made_at(router, host)
+    for host, target in [*((host, "/sessions") for host in BAD_HOSTS), ("a", "http://router.test:99999/sessions")]:
+        with case(host, target):
+            answer = await made_at(router, host, target)
             assert (answer.status, answer.error_type) == (400, "invalid_request")
             assert len((await router.ask("GET", "/sessions")).json()["sessions"]) == 1
-
-
-async def test_an_absolute_target_says_the_address_whatever_host_says(stage: Stage, engine: PlainEngine) -> None:
-    router = await with_sessions(stage, engine)
-    for target, authority in [
-        ("http://router.test:8080/sessions", "router.test:8080"),
-        ("http://router.test/sessions", "router.test"),
-        ("HTTP://somebody@[::1]:31000/sessions", "[::1]:31000"),
-    ]:
-        with case(target, authority):
-            answer = await router.ask("POST", target, [("Host", "elsewhere.test")], b"{}")
-            assert answer.json()["base_url"].startswith(f"http://{authority}/sessions/")
-            answer = await router.ask("POST", "http://router.test:99999/sessions", [("Host", "router.test")], b"{}")
-            assert (answer.status, answer.error_type) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize("public", ["https://rollouts.test", "https://rollouts.test/router/"])
@@ -296,3 +246,100 @@ async def test_behind_tls_a_session_is_at_the_public_address(stage: Stage, engin
     base_url = (await made_at(router, "10.0.0.7:31000")).json()["base_url"]
     assert base_url.startswith(f"{public.rstrip('/')}/sessions/")
     assert base_url.endswith("/v1")
+
+
+# Keys
+
+
+def bearer(key: str) -> Pairs:
+    return [("Authorization", f"Bearer {key}")]
+
+
+WRONG: list[Pairs] = [
+    [],
+    *map(bearer, ("datb", "dat", "data2", "", "DATA", "caf\xe9")),
+    [("Authorization", "Basic data")],
+    [("Authorization", "data")],
+    [("X-Other-Key", "data")],
+]
+
+
+async def test_without_the_right_key_nothing_is_forwarded(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key="data")
+    for headers in WRONG:
+        with case(headers):
+            answer = await router.ask("POST", "/generate", headers, b"{}")
+            assert (answer.status, answer.error_type) == (401, "unauthorized")
+            assert answer.value("www-authenticate") == b"Bearer"
+            assert worker.requests == []
+
+
+async def test_the_right_key_opens_and_stays_with_the_router(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key="data-key")
+    for headers in [bearer("data-key"), [("authorization", "bearer  data-key")], [("X-Api-Key", "data-key")]]:
+        with case(headers):
+            assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
+            assert b"data-key" not in worker.requests[-1].head
+    for target in ("/workers", "/router/info"):  # where there is no other key
+        assert [(await router.ask("GET", target, each)).status for each in ([], bearer("data-key"))] == [401, 200]
+    router = await stage.router(worker, admin_api_key="admin")
+    await router.ask("POST", "/generate", bearer("for the worker"), b"{}")
+    assert worker.requests[-1].values("authorization") == [b"Bearer for the worker"], "its own business"
+
+
+#: What stands behind is one worker's at most, which does not answer.
+ADMIN_ROUTES = """
+    POST /add_worker?url=http://127.0.0.7:1
+    POST /remove_worker?url=http://127.0.0.7:1
+    GET /list_workers
+    GET /workers
+    POST /workers?url=http://127.0.0.7:1
+    GET /workers/abc
+    DELETE /workers/abc
+    GET /router/info
+    GET /metrics
+    GET /router/episodes
+    GET /router/run
+    GET /engine_metrics
+"""
+
+
+async def test_administration_takes_the_admin_key_alone(stage: Stage) -> None:
+    router = await stage.router("http://127.0.0.7:2", **SETTINGS, connect_timeout=0.05)
+    for method, target in map(str.split, ADMIN_ROUTES.strip().splitlines()):
+        with case(method, target):
+            for headers in ([], bearer("data"), bearer("wrong")):
+                answer = await router.ask(method, target, headers)
+                assert (answer.status, answer.error_type) == (401, "unauthorized")
+    assert (await router.ask("GET", "/list_workers", bearer("admin"))).json()["urls"] == ["http://127.0.0.7:2"]
+    for method, target in map(str.split, ADMIN_ROUTES.strip().splitlines()):
+        with case(method, target):
+            assert (await router.ask(method, target, bearer("admin"))).status in (200, 201, 404, 502)
+
+
+async def test_health_needs_no_key_and_tells_no_secret(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **SETTINGS)
+    for path in ("/health", "/liveness", "/readiness"):
+        answer = await router.ask("GET", path)
+        assert (answer.status, worker.url.encode() in answer.body) == (200, False), path
+    for path in ("/health/x", "/health;x", "/readiness/", "/dashboard/x", "/liveness/x/"):
+        assert (await router.ask("POST", path, body=b"{}")).status == 401, path
+    assert worker.requests == []
+
+
+async def test_keys_from_files_open_each_alone_and_stay_with_the_router(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("new-data\n\n  old-data  \n")
+    (tmp_path / "admin").write_text("new-admin\r\nold-admin")
+    files = {"api_key_file": str(tmp_path / "data"), "admin_api_key_file": str(tmp_path / "admin")}
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key="data", **files)
+    for key, statuses in (
+        *((key, (200, 401)) for key in ("new-data", "old-data", "data")),
+        *((key, (401, 200)) for key in ("new-admin", "old-admin")),
+    ):
+        assert (await router.ask("POST", "/generate", bearer(key), b"{}")).status == statuses[0]
+        assert (await router.ask("GET", "/workers", bearer(key))).status == statuses[1]
+    assert not any(b"uthorization" in request.head for request in worker.requests)

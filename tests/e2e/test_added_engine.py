@@ -97,6 +97,15 @@ async def test_its_paths_are_asked_and_its_answers_are_those_of_generate(package
             refused = await post(url, path, text="Hi", messages=[], stream=True)
             assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
         assert len(told(worker)) == 1
+        worker.requests.clear()
+        aborted = asyncio.Event()
+        worker.next(script(aborted, reply(orjson.dumps({**SAID, "end": "abort"}), headers=JSON)))
+        async with under_way(post(url, "/generate", text="Hi", rid="r")) as asked:
+            await until(lambda: bool(worker.requests), "it samples")
+            assert (await post(url, "/abort_request", rid="r")).status == 200
+            assert told(worker)[-1] == ("/toy/end", {"names": ["r"]})
+            aborted.set()
+            assert (await asked).json()["meta_info"]["finish_reason"] == {"type": "abort"}
 
 
 async def test_a_session_on_it_is_sampled_behind_ids(package: Path) -> None:
@@ -127,10 +136,7 @@ async def test_control_requests_in_any_spelling_reach_it_in_its_own(package: Pat
             answer = await post(url, path, **fields)
             assert (answer.status, answer.json(), told(worker)) == (200, {"status": "ok"}, [own]), path
             worker.requests.clear()
-
-
-async def test_what_comes_in_its_own_spelling_passes_and_does_to_the_fleet_what_it_means(package: Path) -> None:
-    async with toy() as worker, behind_a_router(package, worker) as url:
+        # In its own spelling
         answer = await post(url, "/toy/pause?how=keep", why="a test")
         assert (answer.status, answer.json()) == (200, {"toy": True})
         assert told(worker) == [("/toy/pause?how=keep", {"why": "a test"})]
@@ -143,43 +149,11 @@ async def test_what_comes_in_its_own_spelling_passes_and_does_to_the_fleet_what_
 
 async def test_workers_of_several_kinds_are_each_told_in_their_own_words(package: Path) -> None:
     async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, worker, other) as url:
-        assert (await post(url, "/pause_generation", mode="retract")).status == 200
-        assert (await post(url, "/toy/go", a=1)).status == 200
-        assert told(worker) == [("/toy/pause?how=keep", {}), ("/toy/go", {"a": 1})]
-        assert told(other) == [("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})]
-
-
-async def test_what_it_cannot_do_is_refused_before_any_worker_is_asked(package: Path) -> None:
-    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, worker, other) as url:
         for path in ("/update_weights_from_disk", "/freeze_gc"):
             answer = await post(url, path, model_path="m")
             assert (answer.status, answer.error_type) == (501, "unsupported_by_engine"), path
         assert (told(worker), told(other)) == ([], [])
-
-
-async def test_a_generation_that_is_aborted_by_its_client_s_name_ends(package: Path) -> None:
-    async with toy() as worker, behind_a_router(package, worker) as url:
-        aborted = asyncio.Event()
-        worker.next(script(aborted, reply(orjson.dumps({**SAID, "end": "abort"}), headers=JSON)))
-        async with under_way(post(url, "/generate", text="Hi", rid="r")) as asked:
-            await until(lambda: bool(worker.requests), "it samples")
-            assert (await post(url, "/abort_request", rid="r")).status == 200
-            assert told(worker)[-1] == ("/toy/end", {"names": ["r"]})
-            aborted.set()
-            assert (await asked).json()["meta_info"]["finish_reason"] == {"type": "abort"}
-
-
-async def test_who_joins_a_paused_fleet_is_paused_in_its_own_words(package: Path) -> None:
-    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, worker) as url:
-        assert (await post(url, "/toy/pause?how=drop")).status == 200
-        assert (await post(url, "/workers", url=other.url)).status == 201
-        assert told(other) == [("/pause_generation", {"mode": "abort"})]
-
-
-async def test_who_cannot_sleep_does_not_join_a_fleet_that_is_asleep(package: Path) -> None:
-    async with toy() as worker, ScriptedWorker() as other, behind_a_router(package, other) as url:
-        assert (await post(url, "/release_memory_occupation")).status == 200
-        refused = await post(url, "/workers", url=worker.url)
-        assert (refused.status, refused.error_type) == (502, "fan_out_failed")
-        assert "it has no such control request" in refused.json()["error"]["message"]
-        assert told(worker) == []
+        assert (await post(url, "/pause_generation", mode="retract")).status == 200
+        assert (await post(url, "/toy/go", a=1)).status == 200
+        assert told(worker) == [("/toy/pause?how=keep", {}), ("/toy/go", {"a": 1})]
+        assert told(other) == [("/pause_generation", {"mode": "retract"}), ("/continue_generation", {})]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.asgi.request_routing import Routing
-from miles_router.errors import FleetPaused
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
-from tests.support.fleet import JSON, gate, held, post, requests_of
+from tests.support.fleet import JSON, gate, held, post
 from tests.support.http import Client, RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import RESET, script
@@ -24,7 +21,6 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 MEMORY = 4_000
-ENDLESS = {"max_new_tokens": 3_000, "ignore_eos": True}
 LONG, HI = [user("Hi " * 600)], [user("Hi")]
 
 
@@ -86,65 +82,6 @@ async def test_a_prompt_for_which_no_worker_has_memory_is_refused_by_its_engine_
             assert (await waiting).status == 200
 
 
-async def test_a_session_that_asks_for_the_models_first_waits_all_the_same(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        assert (await scene.turn("a", 1_500)).status == 200
-        assert (await scene.router.ask("GET", "/v1/models", [("X-SMG-Routing-Key", "b")])).status == 200
-        async with under_way(scene.turn("b", 1_000)) as waiting:
-            await held(scene.router, 1)
-            assert (await scene.turn("a", 1_600)).status == 200
-            assert (await scene.turn(None, 1_600)).status == 200, "a text rollout has nothing to wait for"
-            scene.end("a")
-            assert (await waiting).status == 200
-
-
-async def test_the_first_turns_of_one_session_begin_together(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        assert (await scene.turn("a", 1_500)).status == 200
-        async with (
-            under_way(scene.turn("b", 1_500)) as first,
-            under_way(scene.turn("c", 1_500)) as other,
-            under_way(scene.turn("b", 1_600)) as second,
-        ):
-            await held(scene.router, 3)
-            scene.end("a")
-            done, _ = await asyncio.wait({first, other, second}, return_when=asyncio.FIRST_COMPLETED)
-            if other in done:  # it came first: connections have no order
-                scene.end("c")
-            assert [(await each).status for each in (first, second)] == [200, 200]
-            scene.end("b")
-            assert (await other).status == 200
-
-
-async def test_a_worker_that_joins_takes_who_waits(stage: Stage) -> None:
-    async with fleet(stage) as scene, SimulatedWorker(context_len=MEMORY) as newcomer:
-        assert (await scene.turn("a", 1_500)).status == 200
-        async with under_way(scene.turn("b", 1_500)) as first, under_way(scene.turn("c", 1_500)) as second:
-            await held(scene.router, 2)
-            assert (await post(scene.router, "/workers", url=newcomer.url)).status == 201
-            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            await scene.known()
-            await held(scene.router, 1)
-            assert len(newcomer.log.at("/generate")) == 1, "one of them is all that it has room for"
-            scene.end("a")
-            assert [(await each).status for each in (first, second)] == [200, 200]
-
-
-async def test_who_waits_stays_in_the_queue_through_a_pause(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        assert (await scene.turn("a", 1_500)).status == 200
-        async with under_way(scene.turn("b", 1_500)) as waiting:
-            await held(scene.router, 1)
-            await post(scene.router, "/pause_generation", mode="abort")
-            scene.end("a")
-            async with under_way(scene.turn(None, 10)) as text:
-                await held(scene.router, 2)
-                assert not waiting.done()
-                await post(scene.router, "/continue_generation")
-                assert [(await each).status for each in (text, waiting)] == [200, 200]
-        assert gate(scene.router).held == 0
-
-
 async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: Stage) -> None:
     async with fleet(stage) as scene:
         assert (await scene.turn("a", 1_500)).status == 200
@@ -164,49 +101,6 @@ async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: S
             assert (await last).status == 200
         assert gate(scene.router).held == 0
         assert len(scene.workers[0].log.at("/generate")) == 2
-
-
-async def test_a_request_of_a_middleware_waits_until_its_flight_is_aborted(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        router, routing = scene.router.app.router, Routing()
-        assert (await scene.turn("a", 1_500)).status == 200
-
-        async def ask() -> None:
-            with pytest.raises(FleetPaused):
-                async with router.forward("POST", "/generate", body=body(1_500), key="b", routing=routing):
-                    pass
-
-        async with under_way(ask()) as waiting:
-            await held(scene.router, 1)
-            routing.aborted = True
-            router.gate.release(routing)
-            await waiting
-
-
-async def test_what_a_middleware_asks_waits_for_an_order_that_its_name_is_meant_by(stage: Stage) -> None:
-    async with fleet(stage) as scene:
-        router, in_flight = scene.router.app.router, requests_of(scene.router)
-
-        async def ask(rid: str) -> int:
-            async with router.forward(
-                "POST", "/generate", headers=[(b"content-type", b"application/json")], body=body(10, rid=rid)
-            ) as forwarded:
-                return forwarded.reply.status
-
-        with in_flight.sending_abort("rollout-number-1"):
-            async with under_way(ask("rollout-number-1-again")) as waiting:
-                assert await ask("rollout-number-2") == 200
-                assert not waiting.done()
-                assert len(scene.workers[0].log.at("/generate")) == 1
-        async with under_way(ask("rollout-number-1")) as waiting:
-            assert await waiting == 200
-
-
-async def test_a_fleet_whose_memory_nobody_names_takes_all(stage: Stage) -> None:
-    router = await stage.router(await stage.worker(), admission=0.5)
-    for key in "abc":
-        headers = [*JSON, ("X-SMG-Routing-Key", key)]
-        assert (await router.ask("POST", "/generate", headers, body(2_000))).status == 200
 
 
 async def test_a_first_turn_that_was_lost_is_held_where_it_was_answered(stage: Stage) -> None:
@@ -288,16 +182,6 @@ async def test_a_repeated_turn_waits_with_the_one_that_it_repeats(stage: Stage) 
         before = held_tokens(trial)
         assert (await trial.turn(second, LONG, turn, max_tokens=3)).status == 200
         assert held_tokens(trial) == before > 0
-
-
-async def test_several_choices_of_a_first_turn_are_held_once(stage: Stage) -> None:
-    async with sessions(stage) as trial:
-        one, several = await trial.create(), await trial.create()
-        await trial.turn(one, LONG, max_tokens=3)
-        alone = held_tokens(trial)
-        await trial.ask("DELETE", f"/sessions/{one}")
-        assert (await trial.turn(several, LONG, n=3, max_tokens=3)).status == 200
-        assert held_tokens(trial) == pytest.approx(alone, rel=0.1)
 
 
 async def test_an_agent_whose_context_was_full_goes_on_at_once(stage: Stage) -> None:

@@ -19,7 +19,7 @@ from tests.support.tiers import size
 QUICK = ("Vercel AI SDK",)
 DRIVEN = [client for client in CLIENTS if client.driver]
 TRIED = size(heavy=DRIVEN, otherwise=[client for client in DRIVEN if client.name in QUICK])
-CASES = [pytest.param(client, mode, id=f"{client.name}, {mode}") for client in TRIED for mode in client.modes]
+CASES = [pytest.param(client, mode, False, id=f"{client.name}, {mode}") for client in TRIED for mode in client.modes]
 
 pytestmark = pytest.mark.clients
 #: Agents that would ask others for prices, or report.
@@ -46,32 +46,20 @@ async def check_exact(trial: SessionTrial, session: str) -> None:
     assert sorted(trained) == sorted(by_rid)
 
 
-@pytest.mark.parametrize("client", [client for client in TRIED if STREAMED in client.modes], ids=lambda each: each.name)
-async def test_heartbeats_change_nothing_for_a_client(stage: Stage, client: Client, tmp_path: Path) -> None:
-    if python_for(client) is None:
-        pytest.skip(f"{client.name} needs Python {'.'.join(map(str, client.python))}")
-    slow: Any = {
-        "token_latency_s": 0.01,
-        "script": client.script(),
-        "reasoning_parser": "qwen3",
-    }
-    async with simulated_sessions(stage, settings={"heartbeat_interval": 0.004}, **slow) as trial:
-        session = await trial.create()
-        said = await driven(client, STREAMED, f"{trial.router.url}/sessions/{session}/v1", tmp_path)
-        assert said.endswith(client.said)
-        records = await trial.records(session)
-        assert len([record for record in records if record["parent"] is None]) == client.segments
-        await check_exact(trial, session)
+#: Also with heartbeats between the tokens of a slow answer.
+BEATING = [pytest.param(each, STREAMED, True, id=f"{each.name}, beats") for each in TRIED if STREAMED in each.modes]
 
 
-@pytest.mark.parametrize(("client", "mode"), CASES)
+@pytest.mark.parametrize(("client", "mode", "beats"), [*CASES, *BEATING])
 async def test_a_client_leaves_as_many_exact_segments_as_the_table_says(
-    stage: Stage, client: Client, mode: str, tmp_path: Path
+    stage: Stage, client: Client, mode: str, beats: bool, tmp_path: Path
 ) -> None:
     if python_for(client) is None:
         pytest.skip(f"{client.name} needs Python {'.'.join(map(str, client.python))}")
-    steps: Any = client.script()
-    async with simulated_sessions(stage, script=steps, reasoning_parser="qwen3") as trial:
+    kind: Any = {"script": client.script(), "reasoning_parser": "qwen3"}
+    if beats:
+        kind |= {"settings": {"heartbeat_interval": 0.004}, "token_latency_s": 0.01}
+    async with simulated_sessions(stage, **kind) as trial:
         session = await trial.create()
         said = await driven(client, mode, f"{trial.router.url}/sessions/{session}/v1", tmp_path)
         assert said.endswith(client.said)

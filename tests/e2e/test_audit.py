@@ -4,8 +4,9 @@ thing that can be wrong is found, and what cannot be compared is no alarm."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,34 @@ from urllib.parse import quote
 import pytest
 
 from middleware_hub.auditing.tool.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
+from miles_router import cli
 from miles_router.client import RouterClient
-from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
+from miles_router.trajectory import Piece
 from tests.support.audits import (
     LONG,
-    SYSTEM,
     audited,
     damaged,
     episode,
-    foreign,
     forget_all,
     layer_of,
     shifted,
+    spoil,
     text_rollout,
     text_rollouts,
     turns_of,
 )
-from tests.support.cache_trial import CACHE
-from tests.support.pairs import halves
+from tests.support.cache_trial import CACHE, SHORT, checkpoint
+from tests.support.http import ask
+from tests.support.layers import post
+from tests.support.ports import free_ports
+from tests.support.restarts import StateDirectories
+from tests.support.running_router import COMMAND
 from tests.support.session_trial import ADD, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage, staged
-from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 GENERATE = "/generate"
 DATA = "data-key"
@@ -159,72 +163,6 @@ async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_chan
     assert asked["logprob_start_len"] == found["spans"][0]["start"] - 1
 
 
-async def test_a_session_is_audited_beneath_its_own_path_too(trial: SessionTrial) -> None:
-    session = await recorded(trial, "session")
-    before = (await trial.ask("GET", "/episodes")).json()
-    own = await trial.ask("POST", f"/sessions/{session}/audit", {})
-    found = await audit(trial, session)
-    assert (await trial.ask("GET", "/episodes")).json() == before, "when it was used last, too"
-    assert (found.pop("id"), found.pop("kind")) == (session, "session")
-    assert own.json() == {"session_id": session, **found}
-
-
-async def test_episodes_of_both_kinds_are_drawn(trial: SessionTrial) -> None:
-    names = {kind: [await recorded(trial, kind, 1) for _ in range(3)] for kind in KINDS}
-    await trial.create()  # nothing to audit
-    async with RouterClient(trial.router.url) as client:
-        listed = await client.episodes()
-    assert sorted((each["kind"], each["id"]) for each in listed) == sorted(
-        (kind, name) for kind, each in names.items() for name in each
-    )
-    assert {each["turns"] for each in listed} == {1}
-    said = await audited(trial)
-    assert (said.status, said.report["sessions"], said.report["text_rollouts"]) == (GOOD, 3, 3)
-    assert (said.report["samples"], set(said.report["by_kind"])) == (6, {*KINDS})
-
-
-@of_each_kind
-async def test_a_token_that_branches_share_is_compared_once(trial: SessionTrial, kind: str) -> None:
-    if kind == "session":
-        made = await trial.create()
-        history = await episode(trial, made)
-        for text in ("Something else", "And else"):
-            await trial.chat(made, [*history[:-1], user(text)], **LONG)
-    else:
-        made = await text_rollout(trial)
-        text = (await held(trial, kind, made))[0]["text"]
-        for more in ("Something else.", "And else."):
-            await trial.ask("POST", GENERATE, {"text": f"{text} {more}", "sampling_params": SAMPLED})
-    samples = (await audit(trial, made))["samples"]
-    compared = [span["turn"] for sample in samples for span in sample["spans"]]
-    assert sorted(compared) == [0, 1, 2, 3, 4]
-
-
-async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session)
-    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
-    async with under_way(audit(trial, session)) as auditing, under_way(trial.chat(session, history, **LONG)) as going:
-        await until(lambda: trial.router.app.router.gate.held == 2, "both wait at the gate")
-        await trial.ask("POST", "/continue_generation", {})
-        (sample,) = (await auditing)["samples"]
-        await going
-    assert (sample["leaf"], [span["turn"] for span in sample["spans"]]) == (2, [0, 1, 2])
-
-
-@of_each_kind
-async def test_an_audit_whose_client_leaves_ends(trial: SessionTrial, kind: str) -> None:
-    made = await recorded(trial, kind, 1)
-    trial.worker.log.clear()
-    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
-    gate = trial.router.app.router.gate
-    async with under_way(audit(trial, made)):
-        await until(lambda: gate.held == 1, "it waits at the gate")
-    await until(lambda: gate.held == 0, "it is gone")
-    await trial.ask("POST", "/continue_generation", {})
-    assert trial.worker.log.at(GENERATE) == []
-
-
 async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
     made = [await recorded(trial, kind, 1) for kind in KINDS * 2]
     await trial.ask("POST", "/pause_generation", {"mode": "retract"})
@@ -241,14 +179,6 @@ async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTri
         assert [each["samples"][0]["compared"] for each in await all_of_them] == [LONG["max_tokens"]] * 4
 
 
-async def test_a_prefill_half_tells_the_logprobs_of_a_pair(stage: Stage) -> None:
-    trial = await session_trial(stage, hf_checkpoint=tokenizer_directory("qwen3"))
-    async with halves(stage, router=trial.router, worker={"tokenizer": qwen3(), "weight_version": "1"}):
-        await episode(trial, await trial.create())
-        said = await audited(trial)
-    assert (said.status, said.report["total"]["tokens"]) == (GOOD, 144)
-
-
 # What is wrong
 
 
@@ -263,15 +193,6 @@ async def test_logprobs_of_the_next_position_are_found_and_said(trial: SessionTr
     assert said.status == DIFFERENT
     assert [part for part in said.report["too_far"] if part.startswith("sample")] == [f"sample {wrong}/2"]
     assert said.report["slip"] == 1
-
-
-@of_each_kind
-async def test_foreign_ids_are_found(trial: SessionTrial, kind: str) -> None:
-    wrong = await recorded(trial, kind)
-    with damaged(trial, wrong, foreign):
-        said = await audited(trial, "--episode", wrong)
-    assert (said.status, said.report["slip"]) == (DIFFERENT, None)
-    assert said.parts == {"all", "sample", "kind", "worker", "recomputed_by", "version"}
 
 
 @of_each_kind
@@ -329,63 +250,38 @@ async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_a_
         assert set(sample["not_comparable"]) == {"other_weights", "old_cache"}, "it goes on from the old cache"
 
 
-RESHAPING: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {"1000": 1.0}}, "logit_bias"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"regex": "[a-z]+"}, "regex"),
-    ({"top_k": 1, "temperature": 0.5}, "temperature"),
+RESHAPING: list[tuple[str, dict[str, Any]]] = [
+    ("logit_bias", {"logit_bias": {"1000": 1.0}}),
+    ("frequency_penalty", {"frequency_penalty": 0.5}),
+    ("regex", {"regex": "[a-z]+"}),
+    ("temperature", {"top_k": 1, "temperature": 0.5}),
+]
+OF_SESSIONS: list[tuple[str, dict[str, Any]]] = [
+    ("min_tokens", {"min_tokens": 8}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("tool_choice", {"tools": [ADD], "tool_choice": "required"}),
+]
+LEFT_AS_THEY_ARE: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"top_p": 0.5},
+    {"top_k": 4},
+    {"min_p": 0.1},
+    {"top_k": 1},
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        *RESHAPING,
-        ({"min_tokens": 8}, "min_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-async def test_settings_that_reshape_logprobs_are_no_alarm(
-    trial: SessionTrial, fields: dict[str, Any], reason: str
-) -> None:
-    session = await trial.create()
-    await trial.chat(session, [user("Hi")], **fields)
-    assert await only_reason(trial, session) == f"reshaped_by_{reason}"
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [*RESHAPING, ({"min_new_tokens": 8}, "min_new_tokens")],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-async def test_and_none_for_a_text_that_was_sampled_with_them(
-    trial: SessionTrial, fields: dict[str, Any], reason: str
-) -> None:
-    made = await text_rollout(trial, 1, sampling_params=fields)
-    assert await only_reason(trial, made) == f"reshaped_by_{reason}"
-
-
-async def test_each_text_of_a_request_has_settings_of_its_own(trial: SessionTrial) -> None:
-    short = {"max_new_tokens": 8, "ignore_eos": True}
-    body = {"text": ["One", "Two"], "sampling_params": [short, {**short, "presence_penalty": 0.5}]}
-    assert (await trial.ask("POST", GENERATE, body)).status == 200
-    found = [(await audit(trial, rollout.id))["samples"][0] for rollout in text_rollouts(trial)]
-    assert [(each["compared"], each["not_comparable"]) for each in found] == [
-        (8, {}),
-        (0, {"reshaped_by_presence_penalty": 8}),
-    ]
-
-
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.1}, {"top_k": 1}])
-@of_each_kind
-async def test_settings_that_leave_logprobs_as_they_are_are_compared(
-    trial: SessionTrial, kind: str, fields: dict[str, Any]
-) -> None:
-    made = await recorded(trial, kind, 1, **fields)
-    (sample,) = (await audit(trial, made))["samples"]
-    assert sample["compared"] > 0
+async def test_settings_that_reshape_logprobs_are_no_alarm(trial: SessionTrial) -> None:
+    for reason, fields in [*RESHAPING, *OF_SESSIONS]:
+        session = await trial.create()
+        await trial.chat(session, [user("Hi")], **fields)
+        assert await only_reason(trial, session) == f"reshaped_by_{reason}"
+    for reason, fields in [*RESHAPING, ("min_new_tokens", {"min_new_tokens": 8})]:
+        made = await text_rollout(trial, 1, f"Of {reason}.", sampling_params=fields)
+        assert await only_reason(trial, made) == f"reshaped_by_{reason}"
+    for kind, fields in itertools.product(KINDS, LEFT_AS_THEY_ARE):
+        (sample,) = (await audit(trial, await recorded(trial, kind, 1, **fields)))["samples"]
+        assert sample["compared"] > 0, (kind, fields)
+        await forget_all(trial)
 
 
 @of_each_kind
@@ -402,59 +298,6 @@ async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_tok
         assert [*asked["input_ids"], *asked["token_ids_logprob"]] == whole["tokens"][: position + 1]
         assert asked["sampling_params"]["temperature"] == 0.6
         assert span["recorded"] == span["recomputed"] == pytest.approx([whole["logprobs"][position]])
-
-
-async def test_the_temperature_that_an_engine_assumes_counts(stage: Stage, tmp_path: Path) -> None:
-    shutil.copytree(tokenizer_directory("qwen3"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    async with simulated_sessions(stage, more=TEXTS, settings={"hf_checkpoint": str(tmp_path)}) as trial:
-        cases: list[tuple[str, dict[str, Any], float]] = [
-            ("session", {}, 0.6),
-            ("session", {"temperature": 1}, 0),
-            ("text", {}, 0),  # of which the model's settings are none
-        ]
-        for kind, fields, asked in cases:
-            made = await recorded(trial, kind, 1, **fields)
-            assert (await audit(trial, made))["samples"][0]["compared"] > 0
-            assert trial.worker.log.at(GENERATE)[-1].json()["sampling_params"]["temperature"] == asked
-
-
-async def test_the_adapter_that_answered_is_asked(stage: Stage) -> None:
-    async with simulated_sessions(stage, more=TEXTS, enable_lora=True) as trial:
-        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "poet", "lora_path": "/poet"})
-        named: list[tuple[str, dict[str, Any]]] = [
-            ("session", {"lora_path": "poet"}),
-            ("session", {"model": "default:poet"}),
-            ("text", {"lora_path": "poet"}),
-        ]
-        for kind, fields in named:
-            made = await (recorded(trial, kind, 1, **fields) if kind == "session" else text_rollout(trial, 1, **fields))
-            trial.worker.log.clear()
-            (sample,) = (await audit(trial, made))["samples"]
-            assert sample["compared"] > 0
-            (exchange,) = trial.worker.log.at(GENERATE)
-            assert [each.lora_path for each in exchange.generations] == ["poet"]
-
-
-async def test_what_is_longer_than_the_engine_takes_is_left_out(stage: Stage) -> None:
-    async with simulated_sessions(stage, context_len=200) as trial:
-        session = await trial.create()
-        await trial.chat(session, [SYSTEM, user("Hi")], max_tokens=None, ignore_eos=True)
-        (sample,) = (await audit(trial, session))["samples"]
-    assert sample["compared"] > 0
-    assert set(sample["not_comparable"]) == {"context"}
-    assert sample["refusals"] == []
-
-
-async def test_what_nobody_knows_of_a_text_that_goes_on_from_another_is_no_alarm(trial: SessionTrial) -> None:
-    made = await text_rollout(trial, 2)
-    (rollout,) = text_rollouts(trial)
-    first, second = rollout.turns.values()
-    second.before = None  # as where the first one is held no more
-    del rollout.turns[first.number]
-    (sample,) = (await audit(trial, made))["samples"]
-    rollout.turns = {0: first, 1: second}
-    assert (sample["compared"], sample["not_comparable"]) == (48, {"unknown_settings": 48})
 
 
 async def test_prompts_without_messages_are_no_alarm(trial: SessionTrial) -> None:
@@ -475,15 +318,6 @@ async def test_what_an_engine_refuses_or_garbles_is_no_alarm(trial: SessionTrial
         (sample,) = (await audit(trial, made))["samples"]
         assert (sample["compared"], set(sample["not_comparable"]), len(sample["refusals"])) == (0, {reason}, 1)
         assert (await audited(trial)).status == GOOD, "the next one is answered"
-
-
-async def test_one_that_a_pause_ended_is_asked_again(trial: SessionTrial) -> None:
-    made = await recorded(trial, "session", 1)
-    cut = b'{"meta_info": {"finish_reason": {"type": "abort"}}}'
-    trial.worker.faults.status(200, body=cut, path=GENERATE, times=2)
-    assert (await audited(trial)).status == GOOD
-    trial.worker.faults.status(200, body=cut, path=GENERATE, times=3)
-    assert await only_reason(trial, made) == "cut"
 
 
 @of_each_kind
@@ -557,27 +391,93 @@ async def test_an_audit_of_a_text_shows_neither_text_nor_ids(trial: SessionTrial
     assert json.dumps(whole["tokens"][:3])[1:-1] not in told
 
 
-async def test_episodes_are_drawn_until_there_is_enough(trial: SessionTrial) -> None:
-    for kind in (*KINDS, *KINDS, "text"):
-        await recorded(trial, kind, 1)
-    said = await audited(trial, "--sample", "3", "--seed", "1")
-    assert (said.status, said.report["samples"]) == (GOOD, 3)
-    assert said.report["sessions"] + said.report["text_rollouts"] == 3
+async def test_texts_are_audited_after_a_kill_as_they_were_asked_for(tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
+        restarts = StateDirectories(worker, tmp_path)
+        texts: list[str] = []
+        async with restarts.router(*TEXTS, hf_checkpoint=checkpoint()) as before:
+            for params in ({}, {"frequency_penalty": 0.5}):
+                body = {"text": f"Question {params}?", "sampling_params": {**SHORT, **params}}
+                answer = await post(before.url, GENERATE, body)
+                texts.append(body["text"] + answer.json()["text"])
+            async with restarts.router(*TEXTS, hf_checkpoint=checkpoint()) as after:
+                assert (await ask(after.url, "GET", "/episodes")).json()["episodes"] == [], (
+                    "what nobody has asked for is not in memory"
+                )
+                for text in texts:
+                    assert (await post(after.url, "/retrieve_from_text", {"text": text})).status == 200
+                found = {}
+                for each in (await ask(after.url, "GET", "/episodes")).json()["episodes"]:
+                    answer = await post(after.url, f"/episodes/{quote(each['id'])}/audit", {})
+                    (sample,) = answer.json()["samples"]
+                    found[sample["compared"]] = sample
+    tokens = SHORT["max_new_tokens"]
+    assert found[0]["not_comparable"] == {"reshaped_by_frequency_penalty": tokens}
+    assert {span["worker"] for span in found[tokens]["spans"]} == {worker.url}
 
 
-async def test_a_router_with_texts_alone_is_audited_and_one_that_records_nothing_says_so(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
+# The command
+
+
+def command(*flags: str) -> subprocess.CompletedProcess[str]:
+    """`miles-router audit` to its end."""
+    return subprocess.run(
+        [str(COMMAND), "audit", *flags], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+
+
+async def test_the_command_says_in_words_what_it_found_and_draws_it(trial: SessionTrial, tmp_path: Path) -> None:
+    wrong, picture = await trial.create("wrong"), tmp_path / "audit.png"
+    await episode(trial, wrong)
+    await text_rollout(trial)
+    flags = ("--router", trial.router.url)
+    done = await asyncio.to_thread(command, *flags, "--plot", str(picture))
+    assert (done.returncode, done.stderr) == (GOOD, "")
+    assert done.stdout.splitlines()[0] == "2 samples of 1 sessions and 1 text rollouts"
+    assert "GOOD: 0.95 of 28" in done.stdout  # a text may begin within a token of the answer before it
+    assert "tokens lie within 0 nats" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with damaged(trial, wrong, shifted):
+        done = await asyncio.to_thread(command, *flags)
+    assert done.returncode == DIFFERENT
+    assert "TOO FAR: sample wrong/2" in done.stdout
+    assert "they are shifted by one" in done.stdout
+    first = turns_of(trial, wrong)[0]
+    spoil(first, "given", Piece.given([*first.given.tokens[:-1].tolist(), 77]))
+    done = await asyncio.to_thread(command, *flags)
+    assert done.returncode == DIFFERENT
+    assert "DIFFERENT PROMPTS" in done.stdout
+    assert "session wrong, turn 0, position" in done.stdout
+
+
+def test_the_command_says_in_one_line_what_is_wrong_with_a_flag_or_a_router(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    keys: Any = {"api_key": DATA, "admin_api_key": "admin", "hf_checkpoint": tokenizer_directory("qwen3")}
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
-        router = await stage.router(worker.url, middlewares=TEXTS, **keys)
-        bearer = [("Content-Type", "application/json"), ("Authorization", f"Bearer {DATA}")]
-        body = json.dumps({"text": "Hi", "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}).encode()
-        assert (await router.ask("POST", GENERATE, bearer, body)).status == 200
-        said = await audited(SessionTrial(router, [worker]), "--api-key", DATA)
-        assert (said.status, said.report["text_rollouts"], said.report["total"]["tokens"]) == (GOOD, 1, 40)
-        nothing: Any = {}
-        for settings in (nothing, keys):
-            bare = await stage.router(worker.url, **settings)
-            with pytest.raises(ConfigError, match="unless a middleware records"):
-                await audited(SessionTrial(bare, [worker]), "--api-key", DATA)
+    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
+    for flags, words in (
+        (("--router", nobody), "127.0.0.1"),
+        (("--router", "nowhere"), "base_url"),
+        (("--router", "http://x", "--sample", "0"), "--sample"),
+        (("--router", "http://x", "--quantile", "2"), "--quantile"),
+        (("--router", "http://x", "--nothing"), "--nothing"),
+        (("--router", "http://x", "--plot", "audit.txt"), "audit.txt"),
+        (("--router", "http://x", "--plot", "no-folder/audit.png"), "no-folder"),
+        ((), "--router"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["audit", *flags])
+        said = capsys.readouterr()
+        assert (end.value.code, said.out) == (2, "")
+        assert words in said.err.splitlines()[-1]
+
+
+async def test_json_has_nothing_that_a_terminal_would_obey(trial: SessionTrial) -> None:
+    await episode(trial, await trial.create("wrong"), turns=1)
+    (turn,) = turns_of(trial, "wrong")
+    escape = trial.router.app.router.tokenizer.encode("\x9b2J\u202e\x7f", add_special_tokens=False)
+    spoil(turn, "given", Piece.given([*escape, *turn.given.tokens.tolist()[len(escape) :]]))
+    for flags in ((), ("--json",)):
+        done = await asyncio.to_thread(command, "--router", trial.router.url, *flags)
+        assert done.returncode == DIFFERENT
+        assert not [each for each in done.stdout if not each.isprintable() and each != "\n"]
+        assert "x9b2J" in done.stdout or "u009b2J" in done.stdout

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from tests.support.restarts import StateDirectories
 from tests.support.session_apis import RESPONSES
-from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, qwen3, session_trial, simulated_sessions, user
+from tests.support.session_trial import CHAT, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage
-from tests.support.tokenizers import tokenizer_directory
-from tests.support.under_way import under_way
-from tests.support.waiting import until
 
 NAMES = ("chan42/thread-7", "a b", "née", "x" * 129, "..", ".", "{uuid}", "1,2", "agent#3", '"quoted"')
 SAID, SHORT = [user("Hi")], {"max_new_tokens": 4}
@@ -98,41 +91,3 @@ async def test_what_a_trainer_named_or_finalized_is_not_forgotten(stage: Stage) 
         assert (await trial.ask("POST", "/session/finalize", {"session_id": "done"})).status == 200
         assert (await trial.ask("POST", "/sessions")).status == 503
         assert await held(trial) == {"turn", "done"}
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_a_turn_that_runs_is_answered_when_its_session_makes_room(stage: Stage) -> None:
-    async with simulated_sessions(stage, options={"max_sessions": 1}, token_latency_s=0.01) as trial:
-        async with under_way(ask(trial, "bare", max_tokens=200)) as asked:
-            await until(lambda: bool(trial.log), "it runs")
-            await trial.create("mine")
-            assert await held(trial) == {"mine"}
-            assert await asked == 200
-        assert await held(trial) == {"mine"}
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_their_bytes_make_room_too(stage: Stage) -> None:
-    async with simulated_sessions(stage, options={"max_bytes": 20_000}, token_latency_s=0.0) as trial:
-        assert await ask(trial, "bare", messages=[user("x" * 20_000)]) == 200
-        session = await trial.create()
-        assert await held(trial) == {session}
-        await trial.chat(session, SAID)
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_after_a_restart_they_are_still_the_first(tmp_path: Path) -> None:
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", token_latency_s=0.0) as worker:
-        directories = StateDirectories(worker, tmp_path)
-        layer, model = MiddlewareSpec(SESSIONS, {"max_sessions": 2}), tokenizer_directory("qwen3")
-        async with directories.router(layer, hf_checkpoint=model) as router:
-            trial = SessionTrial(router, [worker])
-            await trial.create("mine")
-            assert await ask(trial, "bare") == 200
-        async with directories.router(layer, hf_checkpoint=model) as router:
-            trial = SessionTrial(router, [worker])
-            for name in ("mine", "bare"):
-                assert (await trial.ask("GET", f"/sessions/{name}")).status == 200
-            await trial.create("too")
-            assert await held(trial) == {"mine", "too"}
-            await asyncio.wait_for(trial.chat("mine", SAID), 30)

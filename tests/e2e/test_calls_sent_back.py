@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
-from tests.support.bare_calls import NAMES, a_trial, grown, lossy, named
-from tests.support.scripted_chat import able, answering, chat_reply
-from tests.support.scripted_worker import ScriptedWorker, script
-from tests.support.session_apis import BOTH, MESSAGES, RESPONSES, TALKS, Api, case
+from tests.support.bare_calls import BARE, DATED, NAMES, NULL, UNKNOWN, a_trial, grown, lossy, named
+from tests.support.cache_trial import simulated_trial
+from tests.support.scripted_chat import able, answering, chat_reply, failed_stream
+from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.session_apis import BOTH, MESSAGES, PLAIN, RESPONSES, TALKS, Api, Said, case
 from tests.support.session_trial import (
     CHAT,
     IM_END,
@@ -416,3 +417,244 @@ async def test_templates_that_take_ids_of_nine_characters_run_tool_loops(stage: 
             with case(api, kind):
                 session = await episode(trial, api, IDS[kind], stream=False)
                 assert kind == "integers" or await parents(trial, session) == [None, 0, 1]
+
+
+# Calls without arguments: SGLang's stream loses them and what is behind them
+
+ENDS = {CHAT: "tool_calls", MESSAGES: "tool_use", RESPONSES: "completed"}
+CUT_OFF = '<tool_call>\n{"name": "get_date", "arguments": {"zo'
+SHOWN = [named("get_date"), grown('{"zone": "UTC"}')]
+AGAIN = BARE.replace("}", ', "arguments": {}}')
+Ask = Callable[..., Awaitable[tuple[Said, Any]]]
+
+
+@pytest.fixture
+async def ask(stage: Stage) -> Ask:
+    """Ask for one turn, of which an engine samples and shows this. Gives what its agent sees, and the record."""
+    worker = able(await stage.worker())
+    trial = await a_trial(stage, worker)
+
+    async def asked(api: Api, text: str, *shown: bytes, finish: str = "tool_calls") -> tuple[Said, Any]:
+        worker.next(lossy(text, *shown, finish=finish))
+        session = await trial.create()
+        said = await api.turn(trial, session, [user("When?")], stream=True, tools=api.tools(*NAMES))
+        (record,) = await trial.records(session)
+        return said, record
+
+    return asked
+
+
+async def test_every_sampled_call_is_shown_before_the_end(ask: Ask) -> None:
+    """SGLang numbers calls from 0 again behind a function that it does not know."""
+    cases = [
+        (f"{BARE}\n{DATED}", [named("get_time")], 2),
+        (f"{NULL}\n{DATED}", [named("get_time")], 2),
+        (f"{BARE}\n{BARE}\n{DATED}", [named("get_time")], 3),
+        (BARE, [named("get_time")], 1),
+        (f"{DATED}\n{BARE}", [*SHOWN, named("get_time", index=1)], 2),
+        (f"{DATED}\n{DATED}", [named("get_date"), grown('{"zone": '), grown('"UTC"}')], 2),
+        (
+            f"{DATED}\n{UNKNOWN}\n{AGAIN}",
+            [*SHOWN, named("get_time"), grown("{}")],
+            2,
+        ),
+    ]
+    for api, (text, shown, count) in itertools.product(TALKS, cases):
+        with case(api, text):
+            said, record = await ask(api, text, *shown)
+            assert len(said.calls) == len({call_id for call_id, _, _ in said.calls}) == count
+            assert said.end == ENDS[api.path]
+            assert [json.loads(arguments or "{}") for _, _, arguments in said.calls] == [
+                {"zone": "UTC"} if name == "get_date" else {} for _, name, _ in said.calls
+            ]
+            assert "shown_otherwise" not in record
+            assert [call["id"] for call in record["response"]["tool_calls"]] == [each for each, _, _ in said.calls]
+
+
+async def test_calls_that_were_lost_or_made_up_are_told(ask: Ask) -> None:
+    for api in TALKS:
+        said, record = await ask(api, f"So.\n{BARE}", finish="stop")
+        assert ([name for _, name, _ in said.calls], said.end) == (["get_time"], ENDS[api.path])
+        assert record["finish_reason"] == "tool_calls", "a lost call alone turns a stop into calls"
+    _, record = await ask(Api(CHAT), "No call.", named("get_time", "{}"))
+    assert "a call was shown that the whole text does not have" in record["shown_otherwise"]
+
+
+async def test_whole_calls_of_a_cut_answer_are_shown(ask: Ask) -> None:
+    cases = [
+        (f"{BARE}\n{DATED}", [named("get_time")], 2),
+        (f"{BARE}\n{DATED}\n{CUT_OFF}", [named("get_time")], 2),
+        (f"{BARE}\n{BARE}\n{DATED}", [], 3),
+        (f"{DATED}\n{CUT_OFF}", [*SHOWN, named("get_date", '{"zo', 1)], 2),
+        (f"{DATED}\n{DATED}", SHOWN, 2),
+    ]
+    for (text, shown, count), finish in itertools.product(cases, ("length", "abort")):
+        with case(text, finish):
+            said, record = await ask(Api(CHAT), text, *shown, finish=finish)
+            assert (len(said.calls), said.end) == (count, finish)
+            assert "shown_otherwise" not in record
+            assert [call["function"]["name"] for call in record["response"]["tool_calls"]] == [
+                name for _, name, _ in said.calls
+            ]
+            assert all(json.loads(arguments) is not None for _, _, arguments in said.calls if arguments[-2:] != "zo")
+
+
+async def test_a_call_that_comes_back_without_arguments_is_the_held_one(stage: Stage) -> None:
+    text = f"{BARE}\n{DATED}"
+    calls = [
+        {"id": f"call_{name}", "index": place, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for place, (name, arguments) in enumerate(zip(NAMES, ("{}", '{"zone": "UTC"}'), strict=True))
+    ]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    whole = script(chat_reply([*qwen3().encode(text), IM_END], message=message, finish_reason="tool_calls"))
+    worker = able(await stage.worker()).always(answering([9], "Now."))
+    trial = await a_trial(stage, worker)
+    nothing: list[Any] = ["", None, "null", " ", "{ }", {}, ...]
+    for api, arguments, live in itertools.product(TALKS, nothing, BOTH):
+        if api.path == RESPONSES and isinstance(arguments, dict):
+            continue  # arguments of this API are a text
+        with case(api, repr(arguments), live):
+            worker.next(lossy(text, named("get_time")) if live else whole)
+            session, tools = await trial.create(), api.tools(*NAMES)
+            await api.turn(trial, session, [user("When?")], stream=live, tools=tools)
+            (record,) = await trial.records(session)
+            (bare, _, _), (dated, name, other) = [
+                (call["id"], *call["function"].values()) for call in record["response"]["tool_calls"]
+            ]
+            back = api.called((bare, NAMES[0], arguments), (dated, name, api.arguments(other)))
+            items = [user("When?"), *back, *api.results((bare, "now"), (dated, "now"))]
+            await api.turn(trial, session, items, stream=True, tools=tools)
+            assert [(each["parent"], each["edit"]) for each in await trial.records(session)] == [
+                (None, None),
+                (0, None),
+            ]
+
+
+# Halves of surrogate pairs, which JavaScript makes of cut texts: each is read as U+FFFD, the same in every turn
+
+HALF = rb"\ud83d"
+#: What a body has in a text, and what is read of it.
+SPELLINGS = {
+    HALF: "\ufffd",
+    rb"\uDE00 b": "\ufffd b",
+    rb"\ud83d\ud83d\ude00": "\ufffd\U0001f600",
+    rb"\ude00\ud83d": "\ufffd\ufffd",
+    rb"\ud83d\\ude00": "\ufffd\\ude00",
+    rb"\\ud83d\\\ud83d": "\\ud83d\\\ufffd",
+    b"\xed\xa0\xbd": "\ufffd",
+    b"a\xffb": "a\ufffdb",
+    b"\xf0\x9f\x98": "\ufffd",
+}
+MARK = "@@"
+ASKED_WHEN = [user(f"When? {MARK}")]
+SPOILED = DATED.replace("UTC", r"\ud83d")
+SPOILED_IDS = [*qwen3().encode(SPOILED), IM_END]
+FAILED = script(reply(b"Internal Server Error", status=500, headers=[("Content-Type", "text/plain; charset=utf-8")]))
+
+
+def with_raw(body: Any, raw: bytes) -> bytes:
+    """A body with these bytes in place of each mark."""
+    return json.dumps(body).encode().replace(MARK.encode(), raw)
+
+
+async def turn(trial: SessionTrial, session: str, api: Api, items: list[Any], raw: bytes = HALF, **more: Any) -> Said:
+    body = api.body(items, **{"tools": api.tools(*NAMES), **more})
+    stream = bool(body["stream"])
+    return api.read(await api.post(trial, session, with_raw(body, raw)), stream=stream)
+
+
+def behind(api: Api, said: Said) -> list[Any]:
+    """The question, an answer with a call, and its result; a mark stands in both of the client's texts."""
+    return [*ASKED_WHEN, *said.items, *api.results((said.calls[0][0], f"now {MARK}"))]
+
+
+async def test_a_lone_surrogate_is_read_as_a_replacement(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        for api in PLAIN:
+            for raw, read in SPELLINGS.items():
+                with case(api, raw):
+                    session, text = await trial.create(), f"So: {MARK}."
+                    fields: Any = {"metadata": {MARK: MARK}, "tools": []} if api in TALKS else {}
+                    body = api.body([user(text)] if api in TALKS else text, 4, **fields)
+                    assert (await api.post(trial, session, with_raw(body, raw))).status == 200
+                    assert f"So: {read}." in await prompt_of(trial, session)
+
+
+async def test_turns_with_lone_surrogates_are_one_segment(stage: Stage) -> None:
+    steps = [{"calls": [{"name": "get_date", "arguments": {"zone": "UTC"}}]}, "Fine."]
+    async with simulated_sessions(stage, script=steps) as trial:
+        for api in TALKS:
+            session = await trial.create()
+            await turn(trial, session, api, behind(api, await turn(trial, session, api, ASKED_WHEN)))
+            assert await trial.reasons(session) == [None, None], api
+            prompt = await prompt_of(trial, session)
+            assert "When? \ufffd" in prompt
+            assert "now \ufffd" in prompt
+            # In the arguments of a call that no session holds
+            session = await trial.create()
+            call = api.called(("c1", "get_date", api.arguments(f'{{"zone": "{MARK}"}}')))
+            raw = HALF if api.path == MESSAGES else HALF.replace(b"\\", b"\\\\")
+            await turn(trial, session, api, [user("When?"), *call, *api.results(("c1", "now"))], raw)
+            assert '{"zone": "\ufffd"}' in await prompt_of(trial, session), api
+
+
+async def test_a_sampled_escape_comes_back_as_the_held_call(stage: Stage) -> None:
+    """From an engine whose parser shows arguments as they were sampled; and from SGLang, which answers 500 where its
+    parser makes half of a surrogate pair of an escape."""
+    function = {"name": "get_date", "arguments": r'{"zone": "\ud83d"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    worker = able(await stage.worker()).always(answering([9], "Now."))
+    trial = await a_trial(stage, worker)
+    raw = script(chat_reply(SPOILED_IDS, SPOILED, finish_reason="stop"))
+    for api in TALKS:
+        for fails in (False, True):
+            with case(api, fails):
+                shown = script(chat_reply(SPOILED_IDS, message=message, finish_reason="tool_calls"))
+                worker.next(*((FAILED, script(chat_reply([1], "x")), raw) if fails else (shown,)))
+                session, before = await trial.create(), len(worker.requests)
+                said = await turn(trial, session, api, ASKED_WHEN)
+                assert [name for _, name, _ in said.calls] == ["get_date"]
+                (sample,) = await trial.samples(session)
+                assert sample["tokens"] == [1, 2, 3, *SPOILED_IDS]
+                if fails:
+                    assert "\ufffd" in json.dumps(said.items, ensure_ascii=False)
+                    again = json.loads(worker.requests[before + 2].body)
+                    assert (again["tool_choice"], again["input_ids"]) == ("none", [1, 2, 3])
+                await turn(trial, session, api, behind(api, said), stream=True)
+                assert await trial.reasons(session) == [None, None]
+
+
+async def test_a_stream_that_failed_at_an_escape_may_be_repeated(stage: Stage) -> None:
+    worker = able(await stage.worker())
+    trial = await a_trial(stage, worker)
+    for api in TALKS:
+        session = await trial.create()
+        worker.next(failed_stream("surrogates not allowed"))
+        body = api.body(ASKED_WHEN, stream=True, tools=api.tools(*NAMES))
+        await api.post(trial, session, body)
+        assert await trial.records(session) == []
+        worker.next(
+            FAILED, script(chat_reply([1], "x")), script(chat_reply(SPOILED_IDS, SPOILED, finish_reason="stop"))
+        )
+        said = api.read(await api.post(trial, session, body), stream=True)
+        assert said.calls[0][1] == "get_date", api
+        (sample,) = await trial.samples(session)
+        assert sample["tokens"] == [1, 2, 3, *SPOILED_IDS]
+    worker.always(FAILED)
+    answer = await Api(CHAT).post(trial, await trial.create(), Api(CHAT).body(ASKED_WHEN))
+    assert (answer.status, answer.body) == (500, b"Internal Server Error"), "it fails for another reason"
+
+
+async def test_texts_with_lone_surrogates_are_recorded_and_found(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        for raw in SPELLINGS:
+            with case(raw):
+                asked = {"text": f"one {MARK}", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+                first = await trial.post("/generate", with_raw(asked, raw))
+                again = {**asked, "text": asked["text"] + first.json()["text"]}
+                assert (await trial.post("/generate", with_raw(again, raw))).status == 200
+                (one,), (two,) = [each.generations for each in trial.log[-2:]]
+                assert two.input_ids == [*one.input_ids, *one.output_ids]
+                found = await trial.post("/retrieve_from_text", with_raw({"text": again["text"]}, raw))
+                assert found.json()["tokens"] == two.input_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from miles_router.client import (
     NotFound,
     Retries,
     RouterClient,
-    RouterClientError,
     group,
 )
 from miles_router.testing import SimulatedWorker
@@ -75,12 +74,6 @@ async def test_a_generation_and_its_exact_tokens(trial: Trial) -> None:
     assert (found.rid, found.finish_reason, found.finished, found.ambiguous) == ("mine", "length", True, False)
 
 
-async def test_a_generation_of_ids(trial: Trial) -> None:
-    async with connected(trial.router.url) as client:
-        made = await client.generate(input_ids=[40, 41], sampling_params=SHORT)
-        assert (await client.retrieve(rid=made.rid)).tokens.tolist() == [40, 41, *made.output_ids]
-
-
 async def test_a_stream_ends_with_the_whole(trial: Trial) -> None:
     async with connected(trial.router.url) as client:
         events = [each async for each in client.generate_stream("one", sampling_params=SHORT)]
@@ -99,15 +92,6 @@ async def test_tokens_that_nobody_generated_are_given_only_when_asked_for(trial:
     assert (found.matched_tokens, found.rid, int(found.loss_mask.sum())) == (0, None, 0)
 
 
-async def test_a_routing_key_keeps_requests_on_one_worker(
-    router: RunningRouter, workers: list[SimulatedWorker]
-) -> None:
-    async with connected(router.url) as client:
-        for _ in range(6):
-            await client.generate("a", sampling_params={"max_new_tokens": 1}, routing_key="k")
-    assert sorted(len(worker.log.at("/generate")) for worker in workers) == [0, 6]
-
-
 async def test_what_the_router_refuses_is_an_error_with_its_type(router: RunningRouter) -> None:
     async with connected(router.url) as client:
         with pytest.raises(ErrorReply) as caught:
@@ -117,20 +101,6 @@ async def test_what_the_router_refuses_is_an_error_with_its_type(router: Running
         with pytest.raises(ErrorReply) as caught:
             await client.generate("a", sampling_params={"temperature": "hot"})
         assert (caught.value.status, caught.value.retryable) == (400, False)
-
-
-async def test_a_request_waits_for_the_first_worker(stage: Stage, workers: list[SimulatedWorker], caplog: Any) -> None:
-    router = await stage.router()
-    async with connected(router.url) as client:
-        with pytest.raises(ErrorReply) as caught:
-            await client.generate("a")
-    assert (caught.value.type, caught.value.retryable) == ("no_worker_available", True)
-    persistent = RouterClient(router.url, retries=Retries(10**6, first_delay=0.001, longest_delay=0.001))
-    generation = persistent.generate("a", sampling_params={"max_new_tokens": 1})
-    async with persistent as client, under_way(generation) as generating:
-        await until(lambda: "retrying" in caplog.text, "it was refused")
-        await client.add_worker(workers[0].url)
-        assert len((await generating).output_ids) == 1
 
 
 # Workers
@@ -147,19 +117,6 @@ async def test_workers_come_and_go(router: RunningRouter, workers: list[Simulate
         with pytest.raises(NotFound):
             await client.remove_worker(third.url)
         assert (await client.info())["workers_total"] == 1
-
-
-async def test_a_worker_is_removed_by_its_url_or_its_id_at_once_or_drained(stage: Stage) -> None:
-    server = await stage.worker()
-    async with connected(server.url) as client:
-        await client.remove_worker("abc")
-        await client.remove_worker("abc", drain=True)
-        await client.remove_worker("http://a:1", drain=True)
-    assert [(each.method, each.target, each.body) for each in server.requests] == [
-        ("DELETE", b"/workers/abc", b""),
-        ("DELETE", b"/workers/abc?drain=true", b""),
-        ("POST", b"/remove_worker", b'{"url":"http://a:1","drain":true}'),
-    ]
 
 
 # Control
@@ -188,44 +145,16 @@ async def test_a_weight_update(router: RunningRouter, workers: list[SimulatedWor
     assert sent == [{"new_version": "8", "abort_all_requests": False}] * 2
 
 
-async def test_sleep_and_waking_in_steps(router: RunningRouter, workers: list[SimulatedWorker]) -> None:
+async def test_sleep_waking_in_steps_and_any_control_endpoint(
+    router: RunningRouter, workers: list[SimulatedWorker]
+) -> None:
     async with connected(router.url) as client:
         await client.release_memory()
         for tags, asleep in ((["weights"], True), (["kv_cache", "cuda_graph"], False)):
             await client.resume_memory(tags)
             assert (await client.info())["gate"]["closed"] is asleep
-    assert [each.json() for each in workers[0].log.at("/resume_memory_occupation")] == [
-        {"tags": ["weights"]},
-        {"tags": ["kv_cache", "cuda_graph"]},
-    ]
-
-
-async def test_aborts(router: RunningRouter, workers: list[SimulatedWorker]) -> None:
-    async with connected(router.url) as client:
-        aborts: list[Callable[[], Awaitable[None]]] = [lambda: client.abort("mine"), client.abort_all]
-        for abort in aborts:
-            async with under_way(client.generate("a", sampling_params=ENDLESS, rid="mine")) as running:
-                await until(lambda: sum(worker.running for worker in workers) == 1, "it runs")
-                await abort()
-                assert (await running).status == "aborted"
-
-
-async def test_any_control_endpoint_and_any_other_path(router: RunningRouter, workers: list[SimulatedWorker]) -> None:
-    async with connected(router.url) as client:
         assert await client.control("/freeze_gc") == "Garbage collection frozen.\n"
         assert await client.control("/slow_down", forward_sleep_time=0.0) is None
-        assert (await client.request("GET", "/model_info"))["weight_version"] == "default"
-
-
-async def test_a_worker_that_fails_is_named(router: RunningRouter, workers: list[SimulatedWorker]) -> None:
-    workers[1].faults.status(500, path="/flush_cache")
-    async with connected(router.url) as client:
-        with pytest.raises(FanOutFailed, match="these workers failed") as caught:
-            await client.flush_cache()
-    assert {url: said["status"] for url, said in caught.value.workers.items()} == {
-        workers[0].url: 200,
-        workers[1].url: 500,
-    }
 
 
 # A pause always ends
@@ -245,22 +174,6 @@ async def test_the_fleet_continues_when_the_update_fails(router: RunningRouter) 
     async with connected(router.url) as client:
         with pytest.raises(LookupError):
             await update(client)
-        assert not await closed(client)
-
-
-async def test_the_fleet_continues_when_the_update_is_cancelled(router: RunningRouter) -> None:
-    inside = asyncio.Event()
-
-    async def update(client: RouterClient) -> None:
-        async with client.paused("in_place"):
-            inside.set()
-            await asyncio.Event().wait()
-
-    async with connected(router.url) as client, under_way(update(client)) as updating:
-        await inside.wait()
-        updating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await updating
         assert not await closed(client)
 
 
@@ -324,13 +237,3 @@ async def test_a_pause_that_may_have_happened_is_continued(stage: Stage, failure
         ("/pause_generation", {"mode": "retract"}),
         ("/continue_generation", {}),
     ]
-
-
-async def test_a_fleet_that_cannot_be_continued_is_an_error(
-    router: RunningRouter, workers: list[SimulatedWorker]
-) -> None:
-    async with connected(router.url) as client:
-        with pytest.raises(RouterClientError, match="these workers failed"):
-            async with client.paused():
-                workers[0].faults.status(500, path="/continue_generation")
-        await client.continue_()

@@ -1,4 +1,5 @@
-"""What the client does about connections: it asks again what is safe, says what was lost, and leaves nothing open.
+"""What the client does about connections: it asks again what is safe, says what was lost, and leaves nothing open;
+and sessions as it sees them.
 
 A scripted server stands for the router.
 """
@@ -13,18 +14,21 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import numpy as np
+import openai
 import pytest
+from safetensors.numpy import save
 
 from miles_router.client import (
     ConnectionLost,
     ErrorReply,
     InvalidReply,
+    InvalidSample,
     NotConnected,
     Retries,
     RouterClient,
-    RouterClientError,
     TimedOut,
-    group,
+    agentic,
 )
 from tests.support.scripted_worker import (
     CLOSE,
@@ -38,6 +42,7 @@ from tests.support.scripted_worker import (
     script,
 )
 from tests.support.session_apis import case
+from tests.support.session_trial import simulated_sessions
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, until
@@ -178,13 +183,13 @@ async def test_a_reply_that_had_begun_is_never_asked_for_again(server: ScriptedW
             server.requests.clear()
 
 
-@pytest.mark.parametrize("status", [400, 404, 500, 502, 503])
-async def test_a_workers_error_is_not_asked_again(server: ScriptedWorker, status: int) -> None:
-    server.always(script(reply(b'{"error": {"message": "no"}}', status, [("Retry-After", "0")])))
+async def test_a_workers_error_is_not_asked_again(server: ScriptedWorker) -> None:
     async with connected(server) as client:
-        with pytest.raises(ErrorReply, match="no") as caught:
-            await client.workers()
-    assert (caught.value.status, len(server.requests)) == (status, 1)
+        for number, status in enumerate((400, 404, 500, 502, 503), 1):
+            server.next(script(reply(b'{"error": {"message": "no"}}', status, [("Retry-After", "0")])))
+            with pytest.raises(ErrorReply, match="no") as caught:
+                await client.workers()
+            assert (caught.value.status, len(server.requests)) == (status, number)
 
 
 # Time
@@ -203,18 +208,6 @@ async def test_a_request_ends_with_its_connection_when_its_time_is_up(
     assert len(server.requests) <= 1, "what took too long is not asked for again"
 
 
-async def test_a_client_has_as_many_connections_as_it_may_and_keeps_them(server: ScriptedWorker) -> None:
-    gate = asyncio.Event()
-    server.always(script(gate, GOOD))
-    client = RouterClient(server.url, max_connections=2)
-    async with client, under_way(group(lambda: client.generate("a"), 6)) as asking:
-        await until(lambda: server.busy == 2, "two are under way")
-        gate.set()
-        await asking
-    assert server.connections == 2
-    assert len(server.requests) == 6
-
-
 async def test_control_needs_no_connection_of_the_generations_that_wait_for_it(server: ScriptedWorker) -> None:
     released = asyncio.Event()
     server.always(script(released, GOOD))
@@ -228,24 +221,6 @@ async def test_control_needs_no_connection_of_the_generations_that_wait_for_it(s
 
 
 # Streams
-
-
-async def test_a_stream_is_given_event_by_event(server: ScriptedWorker) -> None:
-    gates = [asyncio.Event(), asyncio.Event()]
-    parts = (event(text="a"), gates[0], event(text="ab"), gates[1], event(text="abc"), DONE, b"0\r\n\r\n")
-    server.always(script(chunked_head(STREAM), *parts))
-    async with connected(server) as client:
-        seen = []
-        async for each in client.generate_stream("a", sampling_params={"max_new_tokens": 3}):
-            seen.append(each.text)
-            if len(seen) <= len(gates):
-                gates[len(seen) - 1].set()
-    assert seen == ["a", "ab", "abc"]
-    assert json.loads(server.requests[0].body) == {
-        "text": "a",
-        "sampling_params": {"max_new_tokens": 3},
-        "stream": True,
-    }
 
 
 async def test_a_stream_without_its_end_mark_is_lost_however_neatly_it_ends(server: ScriptedWorker) -> None:
@@ -282,14 +257,6 @@ async def test_leaving_a_stream_breaks_its_connection(server: ScriptedWorker) ->
         await until(lambda: not server.links, "the server sees it go")
 
 
-async def test_a_cancelled_generation_breaks_its_connection(server: ScriptedWorker) -> None:
-    server.always(script(HANG))
-    async with connected(server) as client:
-        async with under_way(client.generate("a")):
-            await until(lambda: server.busy == 1, "it is under way")
-        await until(lambda: not server.links, "the server sees it go")
-
-
 # The rest
 
 
@@ -300,26 +267,17 @@ ANSWERED: list[Asked] = [
     lambda client: client.sessions(),
     lambda client: client.create_session(),
     lambda client: client.session("s").collect(),
+    lambda client: client.routed_experts(rid="a"),
 ]
 
 
-@pytest.mark.parametrize("ask", ANSWERED)
-@pytest.mark.parametrize("body", [b"not JSON", b"null", b"[]", b"{}", b'{"text": "a"}'])
-async def test_a_good_reply_of_another_form_is_an_invalid_reply(
-    server: ScriptedWorker, ask: Asked, body: bytes
-) -> None:
-    server.always(script(reply(body)))
+async def test_a_good_reply_of_another_form_is_an_invalid_reply(server: ScriptedWorker) -> None:
     async with connected(server) as client:
-        with pytest.raises(InvalidReply):
-            await ask(client)
-
-
-async def test_a_redirect_is_not_followed(server: ScriptedWorker) -> None:
-    server.always(script(reply(b"", 307, [("Location", f"{server.url}/elsewhere")])))
-    async with connected(server) as client:
-        with pytest.raises(ErrorReply) as caught:
-            await client.generate("a")
-    assert (caught.value.status, len(server.requests)) == (307, 1)
+        for ask, body in itertools.product(ANSWERED, (b"not JSON", b"null", b"[]", b"{}", b'{"text": "a"}')):
+            with case(ask, body):
+                server.next(script(reply(body)))
+                with pytest.raises(InvalidReply):
+                    await ask(client)
 
 
 async def test_a_closed_client_asks_nothing(server: ScriptedWorker) -> None:
@@ -352,10 +310,199 @@ async def test_keys_go_where_they_belong(server: ScriptedWorker) -> None:
     ]
 
 
-async def test_every_error_is_of_the_tree(server: ScriptedWorker) -> None:
-    """Whatever bytes come."""
-    for behaviour in (script(b"no HTTP\r\n\r\n"), script(b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", CLOSE)):
-        server.next(behaviour)
-        async with connected(server, retries=Retries(attempts=0)) as client:
-            with pytest.raises(RouterClientError):
-                await client.generate("a")
+# Sessions
+
+MADE = reply(b'{"session_id": "made", "base_url": "/sessions/made/v1"}', 201)
+DELETED = b"HTTP/1.1 204 No Content\r\n\r\n"
+FACTS: dict[str, Any] = {
+    "weight_versions": [{"version": "1", "start": 1, "end": 3}],
+    "response": "42",
+    "response_length": 2,
+    "status": "completed",
+    "reward": 1.0,
+    "label": "42",
+    "metadata": {"session_id": "made", "leaf": 0, "turns": [{"turn": 0, "start": 1, "end": 3}], "reason": None},
+}
+ARRAYS: dict[str, list[Any]] = {"tokens": [7, 8, 9], "loss_mask": [0, 1, 1], "logprobs": [0.0, -0.5, -0.25]}
+EXPERTS = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
+FILE = save(
+    {
+        "0.tokens": np.array(ARRAYS["tokens"], dtype=np.int32),
+        "0.loss_mask": np.array(ARRAYS["loss_mask"], dtype=np.uint8),
+        "0.logprobs": np.array(ARRAYS["logprobs"], dtype=np.float32),
+        "0.routed_experts": EXPERTS,
+    },
+    {"samples": json.dumps([FACTS]), "metadata": json.dumps({"session_id": "made"})},
+)
+SAMPLES = reply(FILE, headers=[("Content-Type", "application/octet-stream")])
+COMPLETION = {
+    "id": "c",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "42"}}],
+}
+CHAT = reply(json.dumps(COMPLETION).encode(), headers=[("Content-Type", "application/json")])
+QUESTION = [{"role": "user", "content": "What is 17 plus 25?"}]
+
+
+def error(status: int, kind: str, message: str = "so it is") -> bytes:
+    described = {"type": kind, "message": message, "request_id": "mr-1"}
+    return reply(json.dumps({"error": described}).encode(), status)
+
+
+def asked(server: ScriptedWorker) -> list[tuple[str, str]]:
+    return [(each.method, each.target.decode()) for each in server.requests]
+
+
+def bodies(server: ScriptedWorker) -> list[Any]:
+    return [json.loads(each.body) if each.body else None for each in server.requests]
+
+
+async def test_a_session_is_made_used_collected_and_deleted(server: ScriptedWorker) -> None:
+    server.next(script(MADE), script(CHAT), script(SAMPLES), script(DELETED))
+    async with connected(server) as client, await client.create_session("made", {"task": 7}) as session:
+        assert (session.id, session.base_url) == ("made", f"{server.url}/sessions/made/v1")
+        assert session.anthropic_base_url == f"{server.url}/sessions/made"
+        answer = await session.chat(QUESTION, max_tokens=8)
+        (sample,) = await session.collect(
+            max_seq_len=100, branches="last", reward=1.0, label="42", metadata={"group": 3}
+        )
+    assert answer["choices"][0]["message"]["content"] == "42"
+    assert {name: getattr(sample, name).tolist() for name in ARRAYS} == ARRAYS
+    assert (sample.reward, sample.label, sample.metadata) == (1.0, "42", FACTS["metadata"])
+    assert sample.routed_experts is not None
+    assert sample.routed_experts.tolist() == EXPERTS.tolist()
+    assert asked(server) == [
+        ("POST", "/sessions"),
+        ("POST", "/sessions/made/v1/chat/completions"),
+        ("POST", "/sessions/made/samples"),
+        ("DELETE", "/sessions/made?abort=true"),
+    ]
+    assert bodies(server) == [
+        {"session_id": "made", "metadata": {"task": 7}},
+        {"model": "default", "messages": QUESTION, "max_tokens": 8},
+        {
+            "format": "safetensors",
+            "max_seq_len": 100,
+            "branches": "last",
+            "reward": 1.0,
+            "label": "42",
+            "metadata": {"group": 3},
+        },
+        None,
+    ]
+
+
+async def test_a_session_is_asked_of_its_owner_and_of_the_router_where_that_is_not_there(
+    server: ScriptedWorker, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = await stage.worker()
+    told = {"session_id": "made", "base_url": "/sessions/made/v1", "owner_url": owner.url}
+    server.next(script(reply(json.dumps(told).encode(), 201)), *[script(reply(b'{"records": []}'))] * 2)
+    owner.next(script(reply(b'{"records": []}')))
+    async with RouterClient(server.url, retries=AT_ONCE) as client:
+        session = await client.create_session()
+        await session.records()
+        assert ([each.path for each in owner.requests], len(server.requests)) == (["/sessions/made"], 1)
+        owner.kill()
+        for _ in range(2):
+            await session.records()
+        assert [each.path for each in server.requests] == ["/sessions", "/sessions/made", "/sessions/made"]
+        (said,) = [each for each in caplog.messages if "from now on" in each]
+        assert server.url in said
+        assert session.base_url == f"{server.url}/sessions/made/v1", "what agents are given is the router's"
+
+
+async def test_an_id_is_one_segment_of_a_path_whatever_is_in_it(server: ScriptedWorker) -> None:
+    server.always(script(reply(b"{}")))
+    async with connected(server) as client:
+        await client.session("a/b c%2F?").records()
+    assert asked(server) == [("GET", "/sessions/a%2Fb%20c%252F%3F")]
+
+
+async def test_a_turn_that_is_asked_again_keeps_its_id_and_turns_have_ids_of_their_own(server: ScriptedWorker) -> None:
+    server.next(script(RESET)).always(script(CHAT))
+    async with connected(server) as client:
+        session = client.session("made")
+        await session.chat(QUESTION)
+        await session.chat(QUESTION)
+        await session.chat(QUESTION, turn_id="mine")
+        with pytest.raises(ValueError, match="OpenAI"):
+            await session.chat(QUESTION, stream=True)
+    ids = [each.values("x-turn-id")[0] for each in server.requests]
+    assert ids[0] == ids[1] != ids[2]
+    assert (ids[3], len(ids)) == (b"mine", 4)
+
+
+# What is refused
+
+
+async def test_a_sample_that_breaks_an_invariant_on_its_way_is_refused(server: ScriptedWorker) -> None:
+    broken = {**ARRAYS, **FACTS, "loss_mask": [1, 1, 1]}
+    server.always(script(reply(json.dumps({"samples": [broken], "metadata": {}}).encode())))
+    async with connected(server) as client:
+        with pytest.raises(InvalidSample) as caught:
+            await client.session("made").collect(format="json")
+    assert (caught.value.invariant, caught.value.status) == ("versions_cover_the_loss", 0)
+
+
+# The end of a session
+
+
+@pytest.mark.parametrize("answer", [error(404, "not_found"), error(500, "internal_error")])
+async def test_a_session_that_cannot_be_deleted_loses_nothing(
+    server: ScriptedWorker, answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.next(script(MADE), script(SAMPLES), script(answer))
+    async with connected(server) as client:
+        with caplog.at_level(logging.WARNING, "miles_router.client"):
+            async with await client.create_session() as session:
+                samples = await session.collect()
+    assert len(samples) == 1
+    assert ("was not deleted" in caplog.text) is (b"internal_error" in answer), "one that is gone is no news"
+
+
+async def test_an_agent_of_which_nothing_was_traced_is_an_error_and_no_empty_episode(stage: Stage) -> None:
+    async def agent(base_url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+            await client.completions.create(model="m", prompt="a", echo=True, max_tokens=3)
+
+    async with simulated_sessions(stage) as trial, RouterClient(trial.router.url) as client:
+        with pytest.raises(
+            InvalidSample, match=r"an_episode_is_traced: .* untraced: 1, the last to /v1/completions: with echo"
+        ):
+            await agentic(client, agent)
+
+
+# An agent
+
+
+@pytest.mark.parametrize("judge", ["plain", "coroutine", "none"])
+async def test_an_agent_that_knows_nothing_but_openai_makes_samples(server: ScriptedWorker, judge: str) -> None:
+    server.next(script(MADE), script(CHAT), script(SAMPLES), script(DELETED))
+
+    async def agent(base_url: str) -> str | None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+            answer = await client.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+        return answer.choices[0].message.content
+
+    def plain(outcome: Any) -> float:
+        return float(outcome == "42")
+
+    async def coroutine(outcome: Any) -> float:
+        return plain(outcome)
+
+    reward: Any = {"plain": plain, "coroutine": coroutine, "none": None}[judge]
+    async with connected(server) as client:
+        samples = await agentic(client, agent, reward=reward, label="42", metadata={"group": 3}, max_seq_len=9)
+    assert [sample.tokens.tolist() for sample in samples] == [ARRAYS["tokens"]]
+    assert asked(server) == [
+        ("POST", "/sessions"),
+        ("POST", "/sessions/made/v1/chat/completions"),
+        ("POST", "/sessions/made/samples"),
+        ("DELETE", "/sessions/made?abort=true"),
+    ]
+    expected = {"format": "safetensors", "max_seq_len": 9, "branches": "all", "label": "42", "metadata": {"group": 3}}
+    assert bodies(server)[0] == {"metadata": {"group": 3}}
+    assert bodies(server)[2] == (expected if judge == "none" else {**expected, "reward": 1.0})

@@ -27,8 +27,11 @@ from miles_router.trajectory import Piece, Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 from tests.e2e.test_episodes import got
 from tests.support import waiting
-from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
+from tests.support.cache_trial import CACHE, SHORT, Trial, simulated_trial, trial_before
+from tests.support.experts_trial import simulated_experts, truth
 from tests.support.scripted_worker import reply, script
+from tests.support.session_apis import case
+from tests.support.session_trial import SESSIONS, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -112,42 +115,6 @@ async def test_the_reward_may_be_made_of_what_was_generated(trial: Trial, client
         await single_turn(client, PROMPT, SHORT, reward=lambda _: float("nan"))
 
 
-async def test_one_turn_that_ends_by_itself_has_its_stop_token(
-    trial: Trial, client: RouterClient, worker: SimulatedWorker
-) -> None:
-    worker.say("It is 42.")
-    sample = await single_turn(client, PROMPT, LONG)
-    assert (sample.response, sample.status) == ("It is 42.", "completed")
-    check(sample, records(trial))
-    assert sample.tokens[-1] in worker.tokenizer.eos_token_ids
-
-
-async def test_a_prompt_that_an_earlier_rollout_sampled_is_not_trained_on(trial: Trial, client: RouterClient) -> None:
-    first = await single_turn(client, PROMPT, SHORT)
-    second = await single_turn(client, PROMPT + first.response + " And then?", SHORT)
-    record = records(trial)[-1]
-    assert record.input_ids[: len(first)] == first.tokens.tolist(), "it is given the ids that were sampled"
-    assert second.loss_mask.tolist() == [0] * len(record.input_ids) + [1] * 6
-    assert (second.response, second.response_length) == (record.text, 6)
-
-
-async def test_a_group_is_as_many_different_rollouts_at_once(stage: Stage) -> None:
-    async with (
-        simulated_trial(stage, token_latency_s=0.02) as trial,
-        RouterClient(trial.router.url, **PATIENCE) as client,
-    ):
-        assert trial.worker is not None
-        worker = trial.worker
-        rollouts = group(lambda: single_turn(client, PROMPT, {**SHORT, "max_new_tokens": 40}), 8)
-        async with under_way(rollouts) as making:
-            await until(lambda: worker.running == 8, "all at once")
-            worker.engine.token_latency_s = 0
-            samples = await making
-        for sample in samples:
-            check(sample, [worker.log.generation(sample.metadata["rid"])])
-    assert len({tuple(sample.tokens) for sample in samples}) == 8
-
-
 async def test_a_group_ends_with_its_first_failure(stage: Stage) -> None:
     async with (
         simulated_trial(stage, token_latency_s=0.05) as trial,
@@ -223,31 +190,6 @@ async def test_turns_that_run_out_truncate_the_sample(
         await multi_turn(client, PROMPT, environment, LONG, max_turns=0)
 
 
-async def test_tokens_that_run_out_truncate_the_sample_and_the_environment_is_not_asked(
-    trial: Trial, client: RouterClient
-) -> None:
-    async def environment(reply: str) -> str | None:
-        raise AssertionError("half a reply is none")
-
-    sample = await multi_turn(client, PROMPT, environment, SHORT)
-    assert sample.status == "truncated"
-    check(sample, records(trial))
-
-
-async def test_many_episodes_at_once(stage: Stage) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), stop_probability=0.1) as worker:
-        trial = await trial_before(stage, worker)
-
-        async def environment(reply: str) -> str | None:
-            return None if len(reply) % 5 == 0 else TOOL.format(len(reply))
-
-        async with RouterClient(trial.router.url, **PATIENCE) as client:
-            samples = await group(lambda: multi_turn(client, PROMPT, environment, LONG, max_turns=5), 24)
-        for sample in samples:
-            check(sample, [worker.log.generation(rid) for rid in sample.metadata["rids"]])
-    assert max(len(sample.metadata["rids"]) for sample in samples) > 2
-
-
 # What is cut
 
 
@@ -275,16 +217,6 @@ async def test_an_aborted_rollout_has_what_was_sampled(stage: Stage, turn: int) 
     check(sample, records(trial))
 
 
-async def test_a_rollout_aborted_before_its_first_token_has_its_prompt(trial: Trial, client: RouterClient) -> None:
-    meta = {"id": "r", "prompt_tokens": 4, "finish_reason": {"type": "abort", "message": "Abort before prefill"}}
-    body = {"text": "", "output_ids": [], "meta_info": {**meta, "output_token_logprobs": []}}
-    assert trial.worker is not None
-    trial.worker.faults.status(200, json.dumps(body).encode(), path="/generate")
-    sample = await single_turn(client, PROMPT, SHORT)
-    assert (sample.status, sample.response, int(sample.loss_mask.sum())) == ("aborted", "", 0)
-    assert sample.tokens.tolist() == trial.log[-1].json()["input_ids"]
-
-
 # What is refused
 
 
@@ -303,23 +235,66 @@ async def test_a_router_that_holds_no_tokens_is_an_error(stage: Stage) -> None:
                 await single_turn(client, PROMPT, SHORT)
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        Trajectory([Piece.given([1]), Piece.sampled([7, 8, 10], [-0.5] * 3, "1")]),
-        Trajectory([Piece.given([1, 7]), Piece.sampled([8, 9], [-0.5] * 2, "1")]),
-        Trajectory([Piece.sampled([8, 9], [-0.5] * 2, "1")]),
-    ],
-    ids=["other ids", "not all sampled", "fewer"],
-)
-async def test_tokens_other_than_those_generated_are_refused(stage: Stage, held: Trajectory) -> None:
+OTHERS = {
+    "other ids": Trajectory([Piece.given([1]), Piece.sampled([7, 8, 10], [-0.5] * 3, "1")]),
+    "not all sampled": Trajectory([Piece.given([1, 7]), Piece.sampled([8, 9], [-0.5] * 2, "1")]),
+    "fewer": Trajectory([Piece.sampled([8, 9], [-0.5] * 2, "1")]),
+}
+
+
+async def test_tokens_other_than_those_generated_are_refused(stage: Stage) -> None:
     """Of two generations with one id, say."""
     server = await stage.worker()
     meta = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
     answer = {"text": "abc", "output_ids": [7, 8, 9], "meta_info": meta}
-    found = write_safetensors([Retrieved(held, "oneabc", len(held), ("r",), "r", "stop", True)], many=False)
-    server.next(script(reply(json.dumps(answer).encode())), script(reply(found)))
     async with RouterClient(server.url, **PATIENCE) as client:
-        with pytest.raises(InvalidSample) as caught:
-            await single_turn(client, "one")
-    assert caught.value.invariant == "retrieved_as_generated"
+        for kind, held in OTHERS.items():
+            with case(kind):
+                found = write_safetensors([Retrieved(held, "oneabc", len(held), ("r",), "r", "stop", True)], many=False)
+                server.next(script(reply(json.dumps(answer).encode())), script(reply(found)))
+                with pytest.raises(InvalidSample) as caught:
+                    await single_turn(client, "one")
+                assert caught.value.invariant == "retrieved_as_generated"
+
+
+# Routed experts
+
+
+@pytest.fixture
+async def of_experts(stage: Stage) -> AsyncIterator[RouterClient]:
+    """The client of a router with text cache, sessions and the layer that keeps rows."""
+    async with simulated_experts(stage, around=[SESSIONS, CACHE]) as trial, RouterClient(trial.router.url) as made:
+        yield made
+
+
+async def test_a_generation_has_its_rows_by_id_and_by_text(of_experts: RouterClient) -> None:
+    generation = await of_experts.generate("Hello", sampling_params=SHORT)
+    tokens = (await of_experts.retrieve(rid=generation.rid)).tokens
+    expected = truth(tokens.tolist())
+    by_id = await of_experts.routed_experts(rid=generation.rid)
+    assert (by_id.dtype.name, by_id.shape) == ("uint8", (len(tokens) - 1, 3, 2))
+    assert np.array_equal(by_id, expected)
+    assert np.array_equal(await of_experts.routed_experts(text="Hello" + generation.text), expected)
+    assert np.array_equal(await of_experts.routed_experts(rid=generation.rid, start=1, stop=4), expected[1:4])
+
+
+async def test_a_sample_has_its_rows_by_session_and_leaf_and_in_itself(of_experts: RouterClient) -> None:
+    async with await of_experts.create_session() as session:
+        for question in ("one", "two"):
+            await session.chat([user(question)], max_tokens=4)
+        samples = await session.collect()
+        assert len(samples) == 2
+        for sample in samples:
+            expected = truth(sample.tokens.tolist())
+            assert sample.routed_experts is not None
+            assert np.array_equal(sample.routed_experts, expected)
+            leaf = sample.metadata["leaf"]
+            assert np.array_equal(await of_experts.routed_experts(session_id=session.id, leaf=leaf), expected)
+        with pytest.raises(ErrorReply, match="leaf must be the number of a turn"):
+            await of_experts.routed_experts(session_id=session.id)
+    for name in ("rid", "text", "session_id"):
+        with pytest.raises(NotFound):
+            await of_experts.routed_experts(**{name: "nobody"})  # type: ignore[arg-type]
+    for named in ({}, {"rid": "a", "text": "b"}):
+        with pytest.raises(ErrorReply, match="exactly one of"):
+            await of_experts.routed_experts(**named)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -89,13 +88,3 @@ async def test_a_later_turn_whose_prompt_was_cut_is_an_error(sessions: SessionTr
         assert len(await sessions.records(session)) == 1
         assert (await sessions.turn(session, [*history, user("Go on")], stream=stream)).status == 200
         assert await sessions.reasons(session) == [None, None], "both are of one line"
-
-
-async def test_a_worker_that_cuts_prompts_is_named_in_the_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        async with SimulatedWorker(auto_truncate=True) as cuts, SimulatedWorker() as refuses:
-            router = await stage.router(cuts.url, refuses.url)
-            for worker in (cuts, refuses):
-                await router.app.router.fleet.facts(worker.url)
-    warned = [record for record in caplog.records if record.message == "worker_truncates_prompts"]
-    assert [record.__dict__["fields"]["worker"] for record in warned] == [cuts.url]

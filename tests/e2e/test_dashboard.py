@@ -11,10 +11,8 @@ import pytest
 
 from middleware_hub.dashboard.page import HEADERS
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from miles_router.errors import BadRequest
 from tests.support import tiers
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
-from tests.support.cache_trial import simulated_trial
 from tests.support.dashboards import (
     LIVE,
     SCRIPT,
@@ -37,12 +35,10 @@ from tests.support.session_trial import ADD, message_of, simulated_sessions, use
 from tests.support.stage import Stage, staged
 from tests.support.under_way import under_way
 from tests.support.unseen import UNSEEN, seen
-from tests.support.waiting import until
 
 FORKED = "#/episodes/sum-18-0"
 COUNT = "document.getElementById('count').textContent"
 LEAF = "document.getElementById('tokens-of').dataset.leaf"
-BANDS = "[...document.querySelectorAll('.legend .band')].map((at) => at.parentElement.textContent)"
 NODES = "document.querySelectorAll('*').length"
 
 
@@ -105,34 +101,6 @@ async def test_a_worker_that_takes_nothing_a_pause_and_a_load_show_themselves(br
         await page.until("document.getElementById('gate').hidden")
 
 
-async def test_a_pause_that_was_over_before_the_page_looked_is_a_band_in_every_chart(
-    browser: Browser, stage: Stage
-) -> None:
-    async with running_fleet(stage) as trial:
-        for _ in range(2):
-            for path in ("/pause_generation", "/continue_generation"):
-                assert (await trial.ask("POST", path, {"mode": "retract"})).status == 200
-        async with dashboard(browser, trial.router.url) as page:
-            for address, charts in (("#/fleet", 1), ("#/run", 2)):
-                if address != "#/fleet":
-                    await go(page, address)
-                await page.until(f"{BANDS}.length === {charts}")
-                assert await page.value(BANDS) == ["paused"] * charts
-                words = await page.value("[...document.querySelectorAll('figcaption')].map((at) => at.textContent)")
-                assert all(each.endswith("2 pauses") for each in words)
-
-
-@pytest.mark.parametrize("ahead", [-3600, 3600])
-async def test_times_are_by_the_routers_clock(browser: Browser, run: ExpertsTrial, ahead: int) -> None:
-    async with browser.page() as page:
-        clock = f"const now = Date.now; Date.now = () => now() + {1000 * ahead};"
-        await page.send("Page.addScriptToEvaluateOnNewDocument", source=clock)
-        await page.open(f"{run.router.url}/dashboard")
-        await page.until(LIVE)
-        checked = {row[6] for row in await table(page, "workers-table")}
-        assert all(each.endswith(" s ago") for each in checked), checked
-
-
 # Episodes
 
 
@@ -179,80 +147,6 @@ async def test_the_list_is_the_routers_and_filters_leave_what_the_router_leaves(
             "ended",
             "prompt-18",
         ]
-
-
-async def test_fields_show_the_filters_of_the_address_wherever_the_focus_is(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    values = "['state', 'group'].map((id) => document.getElementById(id).value)"
-    async with dashboard(browser, run.router.url, "#/episodes") as page:
-        for field, value in (("group", "prompt-17"), ("state", "ended")):
-            await page.value(f"document.getElementById('{field}').focus()")
-            await page.choose(f"#{field}", value)
-            await page.until(f"{SHOWN}.includes('{field}={value}')")
-            await page.value("history.back()")
-            await page.until(f"!{SHOWN}.includes('{field}={value}')")
-            assert await page.value(values) == ["", ""]
-
-
-async def test_rows_of_other_filters_are_seen_as_such_until_there_are_own(browser: Browser, run: ExpertsTrial) -> None:
-    slowly = "const ask = window.fetch; window.fetch = async (...what) => { await window.gate; return ask(...what); }"
-    async with dashboard(browser, run.router.url, "#/episodes?group=prompt-17") as page:
-        await page.value(f"(() => {{ {slowly} }})(); window.gate = new Promise((open) => window.open = open); 0")
-        await page.choose("#group", "prompt-18")
-        old = "document.querySelector('#episodes').classList.contains('old')"
-        await page.until(old)
-        assert await page.value("document.getElementById('side-by-side').checkVisibility()") is False
-        await page.value("open()")
-        await page.until(f"{SHOWN} === '#/episodes?group=prompt-18'")
-        assert await page.value(old) is False
-        assert await page.value("document.getElementById('side-by-side').checkVisibility()")
-        assert {row[2] for row in await cells(page, "episodes")} == {"prompt-18"}
-
-
-async def test_a_filter_that_the_router_refuses_says_why_and_the_page_goes_on(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    async with browser.page() as page:
-        await page.open(f"{run.router.url}/dashboard#/episodes?state=gone")
-        await page.until("!document.getElementById('problem').hidden")
-        assert (await page.text("#problem")).startswith("The router answered 400 to GET /router/episodes: ")
-        await page.choose("#state", "")
-        await page.until("document.getElementById('problem').hidden")
-        assert len(await cells(page, "episodes")) == 7
-
-
-async def test_the_episodes_of_a_group_stand_side_by_side(browser: Browser, run: ExpertsTrial) -> None:
-    group = (await got(run, "episodes?group=prompt-18"))["episodes"]
-    async with dashboard(browser, run.router.url, "#/episodes") as page:
-        assert await page.value("document.getElementById('side-by-side')") is None
-        await page.click("#episodes .row:last-child [role=gridcell]:nth-child(3) a")
-        await page.until(f"{SHOWN} === '#/episodes?group=prompt-17'")
-        await go(page, "#/episodes?group=prompt-18")
-        lines = {line[0]: line[1:] for line in await table(page, "side-by-side")}
-        names = await page.value("[...document.querySelectorAll('#side-by-side thead a')].map((a) => a.textContent)")
-        assert names == [row["id"] for row in group]
-        assert lines["sampled"] == [str(row["tokens"]["sampled"]) for row in group]
-        assert lines["leaves"] == [str(row["leaves"]) for row in group]
-        assert lines["ended"] == [row["end_reason"] or "" for row in group]
-
-
-async def test_episodes_are_gone_through_by_keys_and_opened(browser: Browser, run: ExpertsTrial) -> None:
-    every = (await got(run, "episodes"))["episodes"]
-    current = "document.querySelector('#episodes [aria-selected=true]').dataset.key"
-    async with dashboard(browser, run.router.url, "#/episodes") as page:
-        await page.value("document.getElementById('episodes').focus()")
-        await page.press("ArrowDown")
-        await page.press("ArrowDown")
-        assert await page.value(current) == every[1]["id"]
-        await page.press("End")
-        assert await page.value(current) == every[-1]["id"]
-        active = "document.getElementById('episodes').getAttribute('aria-activedescendant')"
-        assert await page.value(f"document.getElementById({active}).dataset.key") == every[-1]["id"]
-        await page.press("Enter")
-        await page.until(f"{SHOWN} === '#/episodes/{every[-1]['id']}'")
-        assert await page.value("document.activeElement.id") == "main"
-        assert await page.text("nav [aria-current]") == "Episodes"
 
 
 async def test_of_thousands_of_episodes_those_are_drawn_that_are_seen(browser: Browser, stage: Stage) -> None:
@@ -325,116 +219,22 @@ async def test_visible_rows_behind_the_first_page_are_read_again(browser: Browse
             await count_is(page, "900 episodes")
 
 
-async def test_what_a_search_has_found_is_live(browser: Browser, stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(450):
-            store.create(f"many-{number}", {"group": number % 2})
-        async with dashboard(browser, trial.router.url, "#/episodes?group=1") as page:
-            await page.choose("#search", "many-3")
-            await count_is(page, "56 of 225 episodes")
-            store.end(store.find("many-3"), SessionStatus.ABORTED)
-            await scroll_to(page, 60, "many-3")
-            await page.until(f"{state_of('many-3')} === 'ended'")
-            await page.choose("#search", "fresh")
-            await count_is(page, "0 of 225 episodes")
-            store.find("many-7").metadata = {"label": "fresh", "group": 1}
-            await count_is(page, "1 of 225 episodes")
-
-
-async def test_what_is_seen_stays_where_it_is_when_others_go_and_while_one_looks_elsewhere(
-    browser: Browser, stage: Stage
-) -> None:
-    top = "document.querySelector('#episodes [data-key=old-145]')?.getBoundingClientRect().top"
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(450):
-            store.create(f"old-{number}")
-        async with dashboard(browser, trial.router.url, "#/episodes?state=idle") as page:
-            await page.choose("#search", "old")
-            await count_is(page, "450 of 450 episodes")
-            await page.choose("#search", "")
-            await scroll_to(page, 300, "old-149")
-            before = await page.value(top)
-            for number in (*range(440, 445), 149):  # the last is the first that is seen
-                store.end(store.find(f"old-{number}"), SessionStatus.ABORTED)
-            await count_is(page, "444 episodes")
-            assert await page.value(top) == before
-            await go(page, "#/episodes/old-145")
-            await go(page, "#/episodes?state=idle")
-            await page.until(f"{top} === {before}")
-            await go(page, "#/episodes?state=ended")
-            assert await page.value("document.querySelector('#episodes .rows').scrollTop") == 0
-
-
-async def test_a_link_side_by_side_keeps_the_focus_while_its_group_is_live(browser: Browser, stage: Stage) -> None:
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(3):
-            store.create(f"one-{number}", {"group": "g"})
-        async with dashboard(browser, trial.router.url, "#/episodes?group=g") as page:
-            await page.value("document.querySelector('#side-by-side th:nth-child(3) a').focus()")
-            store.create("another", {"group": "g"})
-            await count_is(page, "4 episodes")
-            assert await page.value("document.activeElement.textContent") == "one-1"
-            store.delete(store.find("one-1"))
-            await count_is(page, "3 episodes")
-            assert await page.value("document.activeElement.className") == "wide"
-
-
-async def test_who_has_read_as_many_as_are_kept_is_told_that_there_are_more(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    async with dashboard(browser, run.router.url) as page:
-        found = await page.value(
-            """(async () => {
-              const {EpisodePages} = await import("/dashboard/own/episode_pages.js");
-              window.fetch = async (path) => {
-                const after = Number(new URLSearchParams(path.split("?")[1]).get("after") ?? 99999);
-                const episodes = Array.from({length: 200}, (_, at) => ({id: "x", started_at: after - at - 1}));
-                return new Response(JSON.stringify({episodes, next: String(after - 200), text: true}));
-              };
-              const pages = new EpisodePages({});
-              while (!pages.whole) await pages.more();
-              return [pages.rows.length, pages.ends];
-            })()"""
-        )
-    assert found == [50_000, False]
-
-
-async def test_a_page_that_cannot_be_read_is_said_and_asked_for_again_with_the_next_look(
-    browser: Browser, stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def refused(cursor: str) -> Any:
-        asked.append(cursor)
-        raise BadRequest("not today")
-
-    async with simulated_sessions(stage) as trial:
-        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(201):
-            store.create(f"many-{number}")
-        monkeypatch.setattr("middleware_hub.dashboard.episodes._place", refused)
-        async with browser.page() as page:  # which looks every two seconds
-            await page.open(f"{trial.router.url}/dashboard#/episodes")
-            await count_is(page, "200 episodes loaded, more available")
-            await page.choose("#search", "many")
-            await page.until("document.getElementById('problem').textContent.includes('not today')")
-            assert len(asked) <= 2
-
-
 # One episode
 
 
-async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser: Browser, run: ExpertsTrial) -> None:
+async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(
+    browser: Browser, run: ExpertsTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it comes in slices."""
     detail = await got(run, "episodes/sum-18-0")
+    lines = {leaf: await got(run, f"episodes/sum-18-0/tokens?leaf={leaf}") for leaf in (4, 2)}
+    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TOKENS", 60)
+    assert (await got(run, "episodes/sum-18-0/tokens"))["stop"] == 60 < lines[4]["length"]
     async with dashboard(browser, run.router.url, FORKED) as page:
-        for leaf in (4, 2):
+        for leaf, told in lines.items():
             if leaf != 4:
                 await page.click(".tree .row:nth-child(2) button")
                 await page.until(f"{LEAF} === '{leaf}'")
-            told = await got(run, f"episodes/sum-18-0/tokens?leaf={leaf}")
             found = await tell(page, *range(told["length"]))
             assert [each["id"] for each in found] == [each["element"] for each in found] == [*map(str, told["tokens"])]
             assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
@@ -460,47 +260,6 @@ async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser:
         assert await page.text("[data-fact=turns]") == "5"
 
 
-async def test_a_line_that_comes_in_slices_is_put_together(
-    browser: Browser, run: ExpertsTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = await got(run, "episodes/sum-18-0/tokens")
-    monkeypatch.setattr("middleware_hub.dashboard.episodes.MOST_TOKENS", 60)
-    assert (await got(run, "episodes/sum-18-0/tokens"))["stop"] == 60 < told["length"]
-    async with dashboard(browser, run.router.url, FORKED) as page:
-        found = await tell(page, *range(told["length"]))
-        assert [each["id"] for each in found] == [*map(str, told["tokens"])]
-        assert [each["bytes"].replace(" ", "").lower() for each in found] == [
-            told["spelling"][str(token)] for token in told["tokens"]
-        ]
-        assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
-        assert [each["entropy"] for each in found[:-1]] == [f"{bits:.3f} bits" for bits in told["expert_entropy"]]
-
-
-async def test_episode_tokens_take_every_colour_and_explain_their_branches(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url, f"{FORKED}?turn=3") as page:
-        assert await page.value(LEAF) == "3"
-        assert [level for level, _ in await page.value(LINES)] == ["1", "2", "2", "1"]
-        edit = "[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)"
-        assert await page.value(edit) == ["17 + 25 = "]
-        assert await page.text(".edit > p") == "message 3, content"
-        colours = await page.value("[...document.querySelectorAll('#colour option:enabled')].map((at) => at.value)")
-        assert colours == ["mask", "logprob", "version", "turn", "worker", "entropy"]
-        await page.choose("#colour", "version")
-        legend = await page.text(".token-view .legend")
-        assert "version 6" in legend
-        assert "version 7" in legend
-        await page.hover("#token-7")
-        await page.until("document.querySelector('[data-field=position]').textContent.startsWith('7 of')")
-        await page.value("document.querySelector('.tokens').focus()")
-        await page.press("End", ctrl=True)
-        await page.press("ArrowLeft")
-        length = (await got(run, "episodes/sum-18-0/tokens?leaf=3"))["length"]
-        assert (await page.text("[data-field=position]")).startswith(f"{length - 2} of")
-
-
-LINES = "[...document.querySelectorAll('.tree .row')].map((row) => [row.getAttribute('aria-level'), row.textContent])"
-
-
 async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stage: Stage) -> None:
     async with running_fleet(stage) as trial, dashboard(browser, trial.router.url, "#/episodes") as page:
         await page.value("window.same = true")
@@ -524,86 +283,17 @@ async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stag
         assert await page.value("window.same") is True
 
 
-async def test_what_has_the_focus_is_open_or_seen_stays_while_an_episode_grows(browser: Browser, stage: Stage) -> None:
-    focus = "document.activeElement.textContent.split(' · ')[0].split(/(?<=turn \\d)\\d/)[0]"
-    rows = "document.querySelectorAll('.tree .row').length"
-    async with running_fleet(stage) as trial:
-        history = await sum_of(trial, "live")
-        await trial.chat("live", [*history, user("Are you sure?")], tools=[ADD])
-        for text in ("17 + 25 = 42", "43"):
-            await trial.chat("live", [*history[:3], {**history[3], "content": text}], tools=[ADD])
-        async with dashboard(browser, trial.router.url, "#/episodes/live?turn=4", width=500) as page:
-            await page.until(f"{rows} === 4")
-            await page.value("[...document.querySelectorAll('details')].forEach((at) => at.open = true)")
-            await page.value("document.querySelector('.tree .row:nth-child(4) button').focus()")
-            await page.value("document.querySelector('#goto').value = '3'")  # typed, and not yet entered
-            await page.value("document.querySelector('.tokens').scrollTop = 60")
-            await page.value("window.same = document.activeElement")
-            await trial.chat("live", [history[0], user("So far: 17 + 25.")])
-            await page.until(f"{rows} === 5")
-            assert await page.value("window.same === document.activeElement")
-            await page.value("document.querySelector('.tree .row:nth-child(5) button').focus()")
-            assert await page.value(focus) == "turn 5"
-            await trial.chat("live", [*history[:3], {**history[3], "content": "44"}], tools=[ADD])
-            await page.until(f"{rows} === 6")
-            assert await page.value(focus) == "turn 5", "another line stands there now"
-            assert await page.value(
-                "document.querySelector('.tree .row:nth-child(6)').contains(document.activeElement)"
-            )
-            assert await page.value("[...document.querySelectorAll('details')].every((at) => at.open)")
-            assert await page.value("document.querySelector('#goto').value") == "3"
-            assert await page.value("document.querySelector('.tokens').scrollTop") == 60
-
-
-async def test_another_episode_of_the_same_name_has_its_own_tokens(browser: Browser, stage: Stage) -> None:
-    shown = "[...document.querySelectorAll('.token')].map((at) => Number(at.dataset.tokenId))"
-    async with running_fleet(stage) as trial:
-        await trial.create("again")
-        await trial.chat("again", [user("What is 17 plus 25?")])
-        async with dashboard(browser, trial.router.url, "#/episodes/again") as page:
-            await trial.ask("DELETE", "/sessions/again")
-            await page.until("!document.getElementById('problem').hidden")
-            await trial.create("again")
-            await trial.chat("again", [user("And 17 minus 25?")])
-            told = (await got(trial, "episodes/again/tokens"))["tokens"]
-            await page.until(f"JSON.stringify({shown}) === '{json.dumps(told, separators=(',', ':'))}'")
-            page.problems.clear()  # of the answer 404 meanwhile
-
-
-async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, stage: Stage) -> None:
-    async with simulated_trial(stage) as trial:
-        first = await trial.generate(text="one")
-        await trial.generate(text=f"one{first['text']} and")
-        async with dashboard(browser, trial.router.url, "#/episodes?kind=text") as page:
-            ((name, state, _, turns, *_),) = await cells(page, "episodes")
-            assert (name[:5], state, turns) == ("text@", "idle", "2")
-            await page.value("document.querySelector('#episodes [role=gridcell] a').click()")
-            await page.until(f"{LEAF} === '1'")
-            (row,) = (await got(trial, "episodes"))["episodes"]
-            told = await got(trial, f"episodes/{row['id']}/tokens")
-            found = await tell(page, *range(told["length"]))
-            assert [each["id"] for each in found] == [*map(str, told["tokens"])]
-            assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
-
-
-async def test_nothing_of_another_episode_stands_under_the_name_of_one_that_is_not_held(
+async def test_an_episode_that_is_not_held_is_named_and_shows_nothing_of_another(
     browser: Browser, run: ExpertsTrial
 ) -> None:
     async with browser.page() as page:
         await page.open(f"{run.router.url}/dashboard{FORKED}")
         await page.until(f"{LEAF} === '4'")
-        await page.value("location.hash = '#/episodes/gone'")
-        await page.until("!document.getElementById('problem').hidden")
-        assert await page.text("#episode-id") == "gone"
-        assert (await page.text("#facts"), await page.text("#about"), await cells(page, "turns")) == ("", "", [])
-
-
-async def test_an_episode_that_is_not_held_is_named(browser: Browser, run: ExpertsTrial) -> None:
-    async with browser.page() as page:
-        await page.open(f"{run.router.url}/dashboard#/episodes/gone%2F..%2Finfo")
+        await page.value("location.hash = '#/episodes/gone%2F..%2Finfo'")
         await page.until("!document.getElementById('problem').hidden")
         assert (await page.text("#problem")).startswith("The router answered 4")
         assert await page.text("#episode-id") == "gone/../info"
+        assert (await page.text("#facts"), await page.text("#about"), await cells(page, "turns")) == ("", "", [])
 
 
 # Run
@@ -637,22 +327,6 @@ async def test_the_run_view_adds_up_to_what_the_router_says(browser: Browser, ru
                 stale[lag] = stale.get(lag, 0) + tokens
         assert await table(page, "staleness") == [[lag, f"{stale[lag]:,}"] for lag in ("0", "1")]
         assert await table(page, "rewards") == [["7", "1.000", "1"], ["6", "0.500", "1"]]
-
-
-async def test_rates_are_those_of_the_intervals_that_are_over(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url) as page:
-        found = await page.value(
-            """(async () => {
-              const {Seconds, recentRate, total} = await import("/dashboard/own/run_numbers.js");
-              const at = (start, sampled) => ({start, sampled: {"6": sampled, "7": 10}});
-              const intervals = [at(1000, 1), at(1030, 90), at(1030, 0), at(1060, 5)];
-              const run = {now: 1063, since: 1000, interval_s: 10, intervals};
-              const seconds = new Seconds(run, 30), before = new Seconds({...run, since: 1030}, 30);
-              const rates = [seconds, before].map((each) => each.rate(({sampled}) => total(sampled)));
-              return [seconds.times, ...rates, seconds.intervals.length, recentRate(run, 33), recentRate(run, 60)];
-            })()"""
-        )
-    assert found == [[1020, 1030, 1040, 1050], [0, 11, 0, 0], [None, 11, 0, 0], 3, 125 / 33, 125 / 53]
 
 
 # Who may look, and what nobody may
@@ -749,17 +423,6 @@ async def test_hostile_text_is_text_in_every_view(browser: Browser, stage: Stage
             assert await page.value("document.querySelectorAll('script').length") == 1
 
 
-async def test_a_difference_that_nobody_would_see_is_shown(browser: Browser, run: ExpertsTrial) -> None:
-    session = await run.create()
-    before, after = "Ignore\n this.", "Ignore\u200b\n\t\u00a0this.\n"
-    answer = message_of(await run.chat(session, [SYSTEM, user(before)]))
-    await run.chat(session, [SYSTEM, user(after), answer, user("Go on")])
-    marks = "[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)"
-    async with dashboard(browser, run.router.url, f"#/episodes/{session}") as page:
-        assert await page.value(marks) == [" ", "⟨U+200B⟩", "⇥⟨U+00A0⟩", "↵\n"]
-    await run.ask("DELETE", f"/sessions/{session}")
-
-
 async def test_the_policy_lets_nothing_run_that_is_not_the_routers_own(browser: Browser, run: ExpertsTrial) -> None:
     policy = HEADERS["Content-Security-Policy"]
     assert "unsafe" not in policy
@@ -808,60 +471,10 @@ async def test_nothing_is_asked_while_nobody_looks(browser: Browser, run: Expert
         await page.until("waiting.size === 1")
 
 
-async def test_who_is_slow_to_answer_is_asked_less_often(browser: Browser, run: ExpertsTrial) -> None:
-    slowly = """
-      window.waits = [];
-      const [set, ask] = [window.setTimeout, window.fetch];
-      window.setTimeout = (act, after, ...more) => {
-        if (after >= 2000) waits.push(after);
-        return set(act, after, ...more);
-      };
-      window.fetch = async (...what) => { await new Promise((done) => set(done, 400)); return ask(...what); };
-    """
-    async with browser.page() as page:
-        await page.send("Page.addScriptToEvaluateOnNewDocument", source=slowly)
-        await page.open(f"{run.router.url}/dashboard#/run")
-        assert await page.until("waits.at(-1)") > 9 * 2 * 399
-
-
-async def test_who_slept_through_a_look_is_awake_within_a_minute(browser: Browser, run: ExpertsTrial) -> None:
-    asleep = """
-      window.waits = [];
-      const set = window.setTimeout, now = performance.now.bind(performance);
-      let slept = 0;
-      performance.now = () => now() + (slept += 8 * 3600 * 1000);
-      window.setTimeout = (act, after, ...more) => {
-        if (after >= 2000) waits.push(after);
-        return set(act, after, ...more);
-      };
-    """
-    async with browser.page() as page:
-        await page.send("Page.addScriptToEvaluateOnNewDocument", source=asleep)
-        await page.open(f"{run.router.url}/dashboard")
-        assert await page.until("waits.at(-1)") == 60_000
-
-
-async def test_an_address_that_nobody_has_is_the_fleets(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url, "#/run") as page:
-        for address in ("#/constructor", "#/__proto__", "#/episode", "#/"):
-            await go(page, address)
-            assert await page.text("title") == "Fleet – miles-router"
-
-
 # Everybody
 
 
-async def test_the_link_to_the_content_stays_in_its_view(browser: Browser, run: ExpertsTrial) -> None:
-    async with dashboard(browser, run.router.url, FORKED) as page:
-        await page.press("Tab")
-        assert await page.value("document.activeElement.className") == "skip"
-        await page.press("Enter")
-        await page.until("document.activeElement.id === 'main'")
-        await looked_again(page)
-        assert await page.value(f"[location.hash, {SHOWN}]") == [FORKED, FORKED]
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, True])
 async def test_a_phone_shows_every_view_without_scrolling_sideways_in_any_light(
     browser: Browser, run: ExpertsTrial, dark: bool
 ) -> None:
@@ -873,40 +486,6 @@ async def test_a_phone_shows_every_view_without_scrolling_sideways_in_any_light(
             ground = await page.value("getComputedStyle(document.body).backgroundColor")
             assert ground == ("rgb(17, 23, 29)" if dark else "rgb(255, 255, 255)")
             assert min(await page.value(CONTRASTS)) >= 4.5, address
-
-
-async def looked_again(page: Page) -> None:
-    """The page has asked for all that is seen, and shown it."""
-    looks = [each.endswith("/router/info") for each in page.asked].count(True)
-    await until(
-        lambda: [each.endswith("/router/info") for each in page.asked].count(True) > looks + 2, "it looks again"
-    )
-
-
-async def test_what_scrolls_sideways_has_a_name_and_keeps_the_focus_while_it_is_live(
-    browser: Browser, run: ExpertsTrial
-) -> None:
-    wide = "[...document.querySelectorAll('.wide')]"
-    places = {
-        "#/fleet": ["Workers"],
-        "#/episodes?group=prompt-18": ["Episodes side by side"],
-        "#/run": [
-            "Staleness of trained tokens",
-            "Forks by reason",
-            "By weight version",
-            "Mean reward by weight version",
-        ],
-    }
-    async with dashboard(browser, run.router.url, width=320, height=640) as page:
-        for address, names in places.items():
-            await go(page, address)
-            assert await page.value(f"{wide}.map((at) => at.getAttribute('aria-label'))") == names
-            assert await page.value(f"{wide}.every((at) => at.tabIndex === 0 && at.role === 'region')")
-            await page.value("document.querySelector('.wide').focus()")
-            await page.value("document.activeElement.scrollLeft = 7")
-            await looked_again(page)
-            kept = "[document.activeElement.className, document.activeElement.scrollLeft]"
-            assert await page.value(kept) == ["wide", 7 if address != "#/run" else 0]
 
 
 async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Browser, run: ExpertsTrial) -> None:

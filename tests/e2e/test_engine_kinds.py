@@ -15,6 +15,7 @@ from tests.support.fleet import PROBING, becomes, gate, post, posting
 from tests.support.http import CutReply
 from tests.support.resuming import EVENTS, in_json
 from tests.support.scripted_worker import HANG, RESET, ScriptedWorker, chunk, reply, script
+from tests.support.session_apis import case
 from tests.support.simulated.sglang_jax import SimulatedJax
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -52,39 +53,28 @@ async def test_a_worker_that_has_not_said_what_it_is_gets_no_request(stage: Stag
     assert answer.json()["output_ids"] == [7, 8]
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        answered([7, 8], [7], 2),
-        answered([7, 8], [7, 8, 9], 2),
-        answered([7, 8], [7, 8], 2, routed_experts="AAA="),
-        {"text": "x", "output_ids": [7]},
-        {},
-        [answered([7], [7], 1)],
-    ],
-    ids=["too few logprobs", "too many", "no such rows", "no meta_info", "nothing", "a list"],
-)
-async def test_an_answer_that_contradicts_itself_is_refused_and_a_stream_broken_off(stage: Stage, said: Any) -> None:
+CONTRADICTING: dict[str, Any] = {
+    "too few logprobs": answered([7, 8], [7], 2),
+    "too many": answered([7, 8], [7, 8, 9], 2),
+    "no such rows": answered([7, 8], [7, 8], 2, routed_experts="AAA="),
+    "no meta_info": {"text": "x", "output_ids": [7]},
+    "a list": [answered([7], [7], 1)],
+}
+
+
+async def test_an_answer_that_contradicts_itself_is_refused_and_a_stream_broken_off(stage: Stage) -> None:
     worker = says(await stage.worker())
     router = await stage.router(worker)
-    worker.next(script(in_json(orjson.dumps(said))))
-    refused = await post(router, "/generate", **GENERATE, return_routed_experts=True)
-    assert (refused.status, refused.error_type) == (502, "upstream_error")
-    begun = b"data: %b\n\n" % orjson.dumps(answered([7], [7], 1, None))
-    worker.next(script(EVENTS, chunk(begun), chunk(b"data: %b\n\n" % orjson.dumps(said)), chunk(b"")))
-    with pytest.raises(CutReply) as cut:
-        await post(router, "/generate", **GENERATE, stream=True, return_routed_experts=True)
-    assert cut.value.reply.body.count(b"data:") <= 1
-
-
-async def test_what_is_longer_than_a_layer_may_hold_is_refused(stage: Stage) -> None:
-    worker = says(await stage.worker())
-    router = await stage.router(worker, max_answer_bytes=2000)
-    worker.next(script(in_json(b" " * 3000)))
-    assert (await post(router, "/generate", **GENERATE)).error_type == "upstream_error"
-    worker.next(script(EVENTS, chunk(b"data: " + b"x" * 3000), HANG))
-    with pytest.raises(CutReply):
-        await post(router, "/generate", **GENERATE, stream=True)
+    for kind, said in CONTRADICTING.items():
+        with case(kind):
+            worker.next(script(in_json(orjson.dumps(said))))
+            refused = await post(router, "/generate", **GENERATE, return_routed_experts=True)
+            assert (refused.status, refused.error_type) == (502, "upstream_error")
+            begun = b"data: %b\n\n" % orjson.dumps(answered([7], [7], 1, None))
+            worker.next(script(EVENTS, chunk(begun), chunk(b"data: %b\n\n" % orjson.dumps(said)), chunk(b"")))
+            with pytest.raises(CutReply) as cut:
+                await post(router, "/generate", **GENERATE, stream=True, return_routed_experts=True)
+            assert cut.value.reply.body.count(b"data:") <= 1
 
 
 async def test_refusals_and_errors_of_the_engine_pass_as_they_are(stage: Stage) -> None:
@@ -141,31 +131,6 @@ async def test_one_that_is_aborted_behind_a_retraction_keeps_what_its_stream_has
         await client.post("/continue_generation")
 
 
-async def test_one_that_is_aborted_before_it_began_has_no_tokens(stage: Stage) -> None:
-    async with SimulatedJax(token_latency_s=0.05) as worker:
-        router = await stage.router(worker.url)
-        generating = posting(router, **GENERATE, rid="mine")
-        await until(lambda: worker.running, "it is with the engine")
-        await post(router, "/pause_generation", mode="retract")
-        await post(router, "/abort_request", rid="mine")
-        answer = (await generating).json()
-        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]) == ([], "abort")
-        assert "prompt_tokens" not in answer["meta_info"], "the engine says 0"
-        await post(router, "/continue_generation")
-
-
-async def test_who_joins_a_paused_fleet_is_paused_in_a_mode_that_it_has(stage: Stage) -> None:
-    async with SimulatedWorker() as first, SimulatedJax() as other:
-        router = await stage.router(first.url)
-        await post(router, "/pause_generation", mode="abort")
-        assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        assert [each.json()["mode"] for each in other.log.at("/pause_generation")] == ["retract"]
-        again = (await post(router, "/pause_generation", mode="abort")).json()
-        assert again["workers"][other.url]["body"]["in_place_of"] == "abort"
-        assert "mode" not in again["workers"][first.url]["body"]
-        await post(router, "/continue_generation")
-
-
 async def test_a_deep_check_asks_for_a_token_where_health_says_nothing(stage: Stage) -> None:
     async with SimulatedJax() as worker:
         router = await stage.router(worker.url, **{**PROBING, "deep_health_check_interval": 0.02})
@@ -218,13 +183,6 @@ async def test_new_weights_have_caches_of_their_own_where_the_engine_heeds_a_key
         assert keys[1::2] == [None, None], "it would drop them without a word"
         assert len({*keys[::2]} - {None}) == 2
         assert router.app.router.metrics.unkeyed_generations == 2
-
-
-async def test_a_version_cannot_be_set_for_engines_that_name_their_own(stage: Stage) -> None:
-    async with SimulatedWorker() as worker:
-        router = await stage.router(worker.url)
-        refused = await post(router, "/router/weight_version", weight_version="7")
-        assert (refused.status, router.pool.weight_version) == (400, "default")
 
 
 async def test_a_flush_that_is_refused_in_a_pause_is_repeated(stage: Stage) -> None:

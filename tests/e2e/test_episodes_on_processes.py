@@ -1,4 +1,4 @@
-"""Episodes and the run of a router of two processes: the whole, whichever process is asked."""
+"""Episodes, their audits and the run of a router of two processes: the whole, whichever process is asked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from middleware_hub.auditing.tool.command import GOOD
+from tests.support.audits import LONG, audited_at
 from tests.support.cache_trial import checkpoint
 from tests.support.http import ask
 from tests.support.layers import post, recording
@@ -36,7 +38,7 @@ async def all_episodes(url: str, query: str) -> list[Any]:
 async def test_episodes_and_the_run_are_those_of_all_processes_whichever_is_asked(tmp_path: Path) -> None:
     async with recording(tmp_path, checkpoint()) as own:
         for place, name in enumerate(NAMES):
-            body = {"model": "m", "max_tokens": 4, "messages": [user("Hi")]}
+            body = {"model": "m", "messages": [user("Hi")], **LONG}
             assert (await post(own[place // 2], CHAT, body, ("X-Session-Id", name))).status == 200
         for number in range(TEXTS):
             asked = {"text": f"Question {number}: ", "sampling_params": {"max_new_tokens": 4}}
@@ -57,6 +59,15 @@ async def test_episodes_and_the_run_are_those_of_all_processes_whichever_is_aske
             for path in ("/episodes", "/sessions", "/router/episodes", f"/router/episodes/{NAMES[0]}", "/router/run"):
                 assert (await ask(url, "HEAD", path)).status == 200, path
             await get(url, "/router/episodes/nobody", 404)
+            for each in whole:
+                answer = await post(url, f"/episodes/{quote(each['id'])}/audit", {"limit": 1})
+                told = answer.json()
+                assert (answer.status, told["id"], told["kind"]) == (200, each["id"], each["kind"])
+                assert told["samples"][0]["compared"] > 0
+            for path, body in (("/episodes/text@nobody/audit", {}), (f"/episodes/{NAMES[0]}/audit", {"limit": 0})):
+                assert (await post(url, path, body)).status == (400 if body else 404)
+            said = await audited_at(url)
+            assert (said.status, said.report["sessions"], said.report["text_rollouts"]) == (GOOD, len(NAMES), TEXTS)
             run = await get(url, "/router/run")
             for counts in (run["intervals"], run["versions"]):
                 assert sum(each["turns"] for each in counts) == len(NAMES) + TEXTS

@@ -6,20 +6,25 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
+from miles_router.client import RouterClient, Sample, group, multi_turn, single_turn
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import cancelled, spawn
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.exactness import compare_all, drift, retrieve
+from tests.support.generations import Generation
 from tests.support.oracle import Ledger, Visible
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import GROUPS, SIZE, TURNS, Rollouts, Turn, generate
 from tests.support.running_router import RunningRouter, running_router
+from tests.support.session_trial import IM_END
 from tests.support.tokenizers import tokenizer
 from tests.support.waiting import PATIENCE, until
 
@@ -125,3 +130,60 @@ async def test_siblings_with_one_text_and_different_ids_are_kept_apart(
         further = [await forced(f"{joined.whole}{more}", second) for more in ("", " and", "e")]
     compared = await compare_all(router.url, proxies, [half, split, joined, *further], Ledger(tokenizer("qwen3")))
     assert (compared.generations, compared.ambiguous) == (6, 1)
+
+
+# The client's reference rollouts
+
+PROMPT = "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
+TOOL = "<|im_end|>\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
+#: Random weights end their turn after some fifteen tokens.
+SAMPLING: dict[str, Any] = {"max_new_tokens": 150, "logit_bias": {str(IM_END): 9.5}}
+
+
+def check_sample(sample: Sample, turns: list[Generation]) -> int:
+    """The sample is what the last turn was given and sampled, and no position is in the loss that the engine did not
+    sample there. Says how many are."""
+    last = turns[-1]
+    given = [turn.given or [] for turn in turns]
+    assert sample.tokens.tolist() == given[-1] + last.sampled
+    assert sample.prompt_length == len(given[0])
+    sampled = {
+        (len(prompt) + place, token, float(np.float32(logprob)))
+        for prompt, turn in zip(given, turns, strict=True)
+        for place, (token, logprob) in enumerate(zip(turn.sampled, turn.logprobs, strict=True))
+    }
+    trained = np.flatnonzero(sample.loss_mask).tolist()
+    assert {(place, int(sample.tokens[place]), float(sample.logprobs[place])) for place in trained} <= sampled
+    assert set(range(len(given[-1]), len(sample))) <= set(trained), "the last turn is in the loss as a whole"
+    assert {run.version for run in sample.weight_versions} == {"default"}
+    return len(trained)
+
+
+async def test_rollouts_hold_what_the_engines_were_given_and_sampled(
+    router: RunningRouter, proxies: list[RecordingProxy]
+) -> None:
+    said = count()
+
+    async def environment(reply: str) -> str | None:
+        return TOOL.format(next(said))
+
+    async with RouterClient(router.url, timeout=10 * PATIENCE) as client:
+        single = await group(lambda: single_turn(client, PROMPT, SAMPLING), 8)
+        several = await group(lambda: multi_turn(client, PROMPT, environment, SAMPLING, max_turns=4), 8)
+        events = [each async for each in client.generate_stream(PROMPT, sampling_params=SAMPLING)]
+        streamed = await client.retrieve(PROMPT + events[-1].text, rid=events[-1].rid)
+    known = {generation.rid: generation for proxy in proxies for generation in proxy.generations}
+    for sample in single:
+        turn = known[sample.metadata["rid"]]
+        assert check_sample(sample, [turn]) == len(turn.sampled)
+        assert sample.status == ("completed" if (turn.finish or {})["type"] == "stop" else "truncated")
+    trained = all_sampled = 0
+    for sample in several:
+        turns = [known[rid] for rid in sample.metadata["rids"]]
+        trained += check_sample(sample, turns)
+        all_sampled += sum(len(turn.sampled) for turn in turns)
+    assert max(len(sample.metadata["rids"]) for sample in several) == 4
+    assert trained > 0.9 * all_sampled, "but for what their texts cut through, all that was sampled is in the loss"
+    turn = known[events[-1].rid]
+    assert streamed.tokens.tolist() == (turn.given or []) + turn.sampled
+    assert events[-1].output_ids == turn.sampled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,9 @@ import pytest
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL
 from miles_router.fleet.workers import WorkerState
-from miles_router.testing import SimulatedWorker
-from tests.support.fleet import PROBING, becomes, post
+from tests.support.fleet import PROBING, becomes
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, HANG, ScriptedWorker, head, reply, script
+from tests.support.scripted_worker import CLOSE, HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -62,16 +60,6 @@ async def test_a_worker_is_asked_when_it_joins_and_then_known_without_asking(sta
     assert (known(router, worker).engine, known(router, worker).endpoints) == (USUAL, frozenset({"/generate"}))
 
 
-async def test_what_the_simulated_worker_says_is_understood(stage: Stage) -> None:
-    async with SimulatedWorker(incremental_streaming_output=True, reasoning_parser="qwen3") as worker:
-        router = await stage.router(worker.url)
-        said = router.app.router.fleet.known_facts(worker.url)
-        assert (said.incremental_streaming, said.reasoning_parser, said.dp_size) == (True, "qwen3", 1)
-        assert said.takes_field("ChatCompletionRequest", "return_output_ids_in_sglext")
-        assert said.endpoints is not None
-        assert "/generate" in said.endpoints
-
-
 async def test_a_worker_restarted_between_two_checks_is_not_answered_by_old_facts(stage: Stage) -> None:
     """No probe comes within this test, no request fails, and the restart takes no time at all."""
     worker = await stage.worker()
@@ -85,23 +73,6 @@ async def test_a_worker_restarted_between_two_checks_is_not_answered_by_old_fact
     new = await facts(router, worker)
     assert (new.incremental_streaming, new.learned(Ends).tokens) == (True, set())
     assert (router.worker(worker).state, router.worker(worker).failures) == (WorkerState.READY, 0)
-
-
-async def test_the_connection_of_a_reply_holds_the_facts_of_who_gives_it(stage: Stage) -> None:
-    worker, done = await stage.worker(), asyncio.Event()
-    says(worker, incremental_streaming_output=False)
-    router = await stage.router(worker)
-    worker.next(script(head(headers=[("Content-Length", "2")]) + b"x", done, b"y"))
-    async with router.app.router.forward("POST", "/generate") as forwarded:
-        before = await facts(router, worker)
-        assert forwarded.worker.url == worker.url
-        says(worker, incremental_streaming_output=True)
-        for link in [link for link in worker.links if not link.busy]:
-            link.close()
-        await until(lambda: len(worker.links) == 1, "only the reply's own connection is left")
-        assert await facts(router, worker) is before
-        done.set()
-        await forwarded.reply.read_all(9)
 
 
 @pytest.mark.parametrize("lasting", [True, False], ids=["the same process", "one that cannot be told apart"])
@@ -152,19 +123,13 @@ async def test_what_a_worker_does_not_answer_is_unknown_and_asked_again(stage: S
     assert (await facts(router, worker)).incremental_streaming is True
 
 
-async def test_a_worker_without_these_endpoints_is_asked_once(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    said = await facts(router, worker)
-    assert (said.weight_version, said.version, said.endpoints) == ("1", None, None)
-    assert await facts(router, worker) is said
-
-
-async def test_older_names_are_asked_where_the_newer_are_not_there(stage: Stage) -> None:
+async def test_older_names_are_asked_where_the_newer_are_not_there_and_once(stage: Stage) -> None:
     worker = await stage.worker()
     worker.standing["/get_server_info"] = script(reply(b'{"stream_output": true}'))
     router = await stage.router(worker)
-    assert (await facts(router, worker)).incremental_streaming is True
+    said = await facts(router, worker)
+    assert (said.incremental_streaming, said.weight_version, said.version, said.endpoints) == (True, "1", None, None)
+    assert await facts(router, worker) is said
 
 
 async def test_many_who_ask_at_once_ask_the_worker_once(stage: Stage) -> None:
@@ -186,43 +151,3 @@ async def test_many_who_ask_at_once_ask_the_worker_once(stage: Stage) -> None:
     asking.pop().cancel()
     answers.set()
     assert len({id(await each) for each in asking}) == len(asked) == 1
-
-
-async def test_what_all_can_do_is_known_before_one_is_chosen(stage: Stage) -> None:
-    workers = [await stage.worker() for _ in range(3)]
-    for worker in workers:
-        says(worker, incremental_streaming_output=worker is workers[0])
-    router = await stage.router(*workers)
-    router.pool.drain(router.worker(workers[2]), lambda: None)
-    fleet = router.app.router.fleet
-    assert [each.incremental_streaming for each in await fleet.all_facts()] == [True, False]
-
-
-async def test_a_url_that_is_no_workers_has_no_facts(stage: Stage) -> None:
-    router = await stage.router()
-    nobody: Callable[[str], Facts] = router.app.router.fleet.known_facts
-    assert (
-        (await router.app.router.fleet.facts("http://127.0.0.1:1")).engine
-        is nobody("http://127.0.0.1:1").engine
-        is None
-    )
-
-
-async def test_a_worker_whose_connections_never_last_is_asked_each_time(stage: Stage) -> None:
-    worker = await stage.worker()
-    worker.model_info = script(reply(b'{"model_path": "/a"}', headers=[("Connection", "close")]), CLOSE)
-    for path in ("/server_info", "/openapi.json"):
-        worker.standing[path] = script(reply(b"{}", headers=[("Connection", "close")]), CLOSE)
-    router = await stage.router(worker)
-    assert (await facts(router, worker)).model_path == "/a"
-    assert known(router, worker).model_path is None
-
-
-async def test_an_update_of_the_weights_drops_nothing_and_is_not_followed(stage: Stage) -> None:
-    worker = await stage.worker()
-    says(worker)
-    router = await stage.router(worker)
-    said = await facts(router, worker)
-    await post(router, "/update_weight_version", new_version="2")
-    assert await facts(router, worker) is said
-    assert (said.weight_version, router.worker(worker).weight_version) == ("1", "2")

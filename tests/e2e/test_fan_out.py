@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,10 +13,9 @@ import pytest
 from miles_router.app import create_app
 from miles_router.engines.known import CONTROL, USUAL
 from miles_router.errors import ConfigError
-from miles_router.fleet.placement.policies import LeastInFlight
-from miles_router.fleet.workers import WorkerState
-from miles_router.settings.config import RouterConfig, load
+from miles_router.settings.config import RouterConfig
 from miles_router.testing import SimulatedWorker
+from tests.support.fleet import JSON, post, simulated
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, Behaviour, reply, script
@@ -27,7 +23,6 @@ from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
-JSON = [("Content-Type", "application/json")]
 ROWS = [(method, each.path) for each in CONTROL.values() for method in each.methods]
 #: Those of the simulated workers here.
 OWN_ROWS = [(method, path) for method, path in ROWS if any(each.path == path for each in USUAL.control)]
@@ -55,63 +50,35 @@ BAD: list[tuple[str, bytes]] = [
 ]
 
 
-async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
-    return await router.ask("POST", path, JSON, orjson.dumps(fields))
-
-
 def answers(body: bytes, status: int = 200, kind: str = "application/json") -> Behaviour:
     return script(reply(body, status, [("Content-Type", kind)]))
-
-
-@asynccontextmanager
-async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
-    async with SimulatedWorker(**settings) as first, SimulatedWorker(**settings) as second:
-        yield first, second
 
 
 # Every row
 
 
-@pytest.mark.parametrize(("method", "path"), OWN_ROWS)
-async def test_every_row_reaches_every_worker_and_gives_their_own_answer(stage: Stage, method: str, path: str) -> None:
-    body = orjson.dumps(BODIES.get(path, {}))
+async def test_every_row_reaches_every_worker_and_gives_their_own_answer(stage: Stage) -> None:
     async with simulated(enable_lora=True) as workers, SimulatedWorker(enable_lora=True) as alone:
-        expected = await ask(alone.url, method, path, JSON, body)
         router = await stage.router(*(worker.url for worker in workers))
-        answer = await router.ask(method, path, JSON, body)
-        assert (answer.status, answer.body) == (expected.status, expected.body)
-        assert answer.value("content-type") == expected.value("content-type")
-        for worker in workers:
-            (came,) = worker.log.at(path)
-            assert (came.method, came.target, came.body) == (method, path, body)
+        for method, path in OWN_ROWS:
+            with case(method, path):
+                body = orjson.dumps(BODIES.get(path, {}))
+                expected = await ask(alone.url, method, path, JSON, body)
+                answer = await router.ask(method, path, JSON, body)
+                assert (answer.status, answer.body) == (expected.status, expected.body)
+                assert answer.value("content-type") == expected.value("content-type")
+                for worker in workers:
+                    came = worker.log.at(path)[-1]
+                    assert (came.method, came.target, came.body) == (method, path, body)
 
 
-async def test_a_method_that_a_row_does_not_take_is_405_and_asks_nobody(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    for path in [*CONTROL]:
-        with case(path):
-            wrong = ["PUT", "DELETE"] + ["GET"] * (("POST", path) in ROWS and ("GET", path) not in ROWS)
-            for method in wrong:
-                answer = await router.ask(method, path, JSON, orjson.dumps(BODIES.get(path, {})))
-                assert (answer.status, answer.error_type) == (405, "invalid_request")
-            assert worker.requests == []
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/pause_generation",
-        "/continue_generation",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
-    ],
-)
-async def test_a_body_that_only_sglang_insists_on_may_be_left_out(stage: Stage, path: str) -> None:
+async def test_a_body_that_only_sglang_insists_on_may_be_left_out(stage: Stage) -> None:
     async with simulated() as workers:
         router = await stage.router(*(worker.url for worker in workers))
-        assert (await router.ask("POST", path)).status == 200
-        assert [worker.log.last.body for worker in workers] == [b"{}", b"{}"]
+        steps = ("pause_generation", "continue_generation", "release_memory_occupation", "resume_memory_occupation")
+        for step in steps:
+            assert (await router.ask("POST", f"/{step}")).status == 200
+            assert [worker.log.last.body for worker in workers] == [b"{}", b"{}"]
 
 
 async def test_the_query_and_the_request_id_reach_every_worker(stage: Stage) -> None:
@@ -137,64 +104,27 @@ async def test_all_workers_are_asked_at_the_same_time(stage: Stage) -> None:
     assert (await asking).status == 200
 
 
-async def test_a_quarantined_worker_is_asked_too(stage: Stage) -> None:
-    ready, sick = await stage.worker(), await stage.worker()
-    router = await stage.router(ready, sick, health_check_failure_threshold=1)
-    router.pool.record_failure(router.worker(sick), "sick")
-    answer = await post(router, "/flush_cache")
-    assert (answer.status, answer.body) == (200, b"{}")
-    assert len(sick.requests) == 1
-    sick.always(answers(b'{"success":false}', 400))
-    answer = await post(router, "/flush_cache")
-    assert answer.status == 502, "it answered, so its refusal counts"
-
-
-async def test_unreachable_quarantined_worker_is_named_and_does_not_fail_the_rest(stage: Stage) -> None:
+async def test_an_unreachable_worker_is_named_and_fails_it_unless_it_is_quarantined(stage: Stage) -> None:
     ready, dead = await stage.worker(), await stage.worker()
-    ready.always(answers(b'{"success":true,"message":"done"}'))
     router = await stage.router(ready, dead, health_check_failure_threshold=1)
     router.pool.record_failure(router.worker(dead), "sick")
+    assert (await post(router, "/flush_cache")).body == b"{}", "it is asked too"
+    dead.next(answers(b'{"success":false}', 400))
+    assert (await post(router, "/flush_cache")).status == 502, "it answered, so its refusal counts"
     dead.kill()
-    answer = await post(router, "/flush_cache")
-    said = answer.json()
-    assert (answer.status, said["success"], said["message"]) == (200, True, "done")
+    ready.always(answers(b'{"success":true,"message":"done"}'))
+    said = (await post(router, "/flush_cache")).json()
+    assert (said["success"], said["message"]) == (True, "done")
     assert said["workers"][ready.url] == {"status": 200, "body": {"success": True, "message": "done"}}
     assert said["workers"][dead.url]["status"] == 0
     assert "cannot connect" in said["workers"][dead.url]["body"]
-
-
-async def test_where_nobody_can_be_reached_nothing_was_done(stage: Stage) -> None:
-    dead = await stage.worker()
-    router = await stage.router(dead, health_check_failure_threshold=1)
-    router.pool.record_failure(router.worker(dead), "sick")
-    dead.kill()
-    answer = await post(router, "/pause_generation", mode="abort")
-    assert (answer.status, answer.json()["error"]["type"]) == (502, "fan_out_failed")
-    assert not router.app.router.gate.closed
-
-
-async def test_a_ready_worker_that_cannot_be_reached_fails_it_and_is_named(stage: Stage) -> None:
-    ready, dead = await stage.worker(), await stage.worker()
+    await dead.listen()
     router = await stage.router(ready, dead)
     dead.kill()
     answer = await post(router, "/flush_cache")
     said = answer.json()
     assert (answer.status, set(said), said["error"]["type"]) == (502, {"error", "workers"}, "fan_out_failed")
-    assert dead.url in said["error"]["message"]
-    assert ready.url not in said["error"]["message"]
-    assert said["workers"][ready.url] == {"status": 200, "body": {}}
-    assert said["workers"][dead.url]["status"] == 0
-
-
-async def test_a_worker_that_hangs_holds_the_answer_no_longer_than_its_time_and_is_named(stage: Stage) -> None:
-    ready, hanging = await stage.worker(), await stage.worker()
-    hanging.always(script(HANG))
-    router = await stage.router(ready, hanging)
-    by_path = router.app.router.control.by_path
-    by_path["/flush_cache"] = replace(by_path["/flush_cache"], timeout=0.1)
-    answer = await soon(post(router, "/flush_cache"))
-    said = answer.json()["workers"][hanging.url]
-    assert (answer.status, said) == (502, {"status": 0, "body": "no answer within 0.1 s"})
+    assert (dead.url in said["error"]["message"], ready.url in said["error"]["message"]) == (True, False)
 
 
 async def test_without_any_worker_it_is_503(stage: Stage) -> None:
@@ -218,78 +148,70 @@ async def test_a_control_request_gets_through_while_all_connections_are_taken(st
 # What the answer says
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "kind"),
-    [
-        (b"Cache flushed.\n", 200, "text/plain; charset=utf-8"),
-        (b"Flush cache failed.\n", 400, "text/plain; charset=utf-8"),
-        (b'{"success": false,  "message": "no"}', 400, "application/json"),
-        (b"", 200, "application/json"),
-    ],
-)
-async def test_where_all_agree_the_answer_is_the_workers_own_byte_for_byte(
-    stage: Stage, body: bytes, status: int, kind: str
-) -> None:
-    workers = [(await stage.worker()).always(answers(body, status, kind)) for _ in range(2)]
-    answer = await post(await stage.router(*workers), "/flush_cache")
-    assert (answer.status, answer.body, answer.value("content-type")) == (status, body, kind.encode())
+AGREED = [
+    (b"Cache flushed.\n", 200, "text/plain; charset=utf-8"),
+    (b'{"success": false,  "message": "no"}', 400, "application/json"),
+    (b"", 200, "application/json"),
+]
 
 
-async def test_where_bodies_differ_the_fields_they_agree_in_stand_beside_each_workers_own(stage: Stage) -> None:
-    one = (await stage.worker()).always(answers(b'{"success":true,"message":"ok","seconds":1,"only":1}'))
-    two = (await stage.worker()).always(answers(b'{"success":true,"message":"ok","seconds":2}'))
-    answer = await post(await stage.router(one, two), "/flush_cache")
-    assert (answer.status, answer.value("content-type")) == (200, b"application/json")
-    assert answer.json() == {
-        "success": True,
-        "message": "ok",
-        "workers": {
-            one.url: {"status": 200, "body": {"success": True, "message": "ok", "seconds": 1, "only": 1}},
-            two.url: {"status": 200, "body": {"success": True, "message": "ok", "seconds": 2}},
-        },
-    }
+async def test_where_all_agree_the_answer_is_the_workers_own_byte_for_byte(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    for body, status, kind in AGREED:
+        for worker in workers:
+            worker.always(answers(body, status, kind))
+        answer = await post(router, "/flush_cache")
+        assert (answer.status, answer.body, answer.value("content-type")) == (status, body, kind.encode())
 
 
-async def test_texts_that_differ_are_shown_as_texts(stage: Stage) -> None:
-    one = (await stage.worker()).always(answers(b"one", kind="text/plain"))
-    two = (await stage.worker()).always(answers(b"\xfftwo", kind="text/plain"))
-    answer = await post(await stage.router(one, two), "/flush_cache")
-    shown = {one.url: {"status": 200, "body": "one"}, two.url: {"status": 200, "body": "\N{REPLACEMENT CHARACTER}two"}}
-    assert (answer.status, answer.json()) == (200, {"workers": shown})
-
-
-@pytest.mark.parametrize("levels", [200, 240, 260, 1000])
-async def test_an_answer_that_is_nested_too_deep_to_be_written_is_shown_as_text(stage: Stage, levels: int) -> None:
-    """What was done is never answered with an error for how somebody says so."""
-    deep = b"[" * levels + b"]" * levels
-    one = (await stage.worker()).always(answers(deep))
-    two = (await stage.worker()).always(answers(b"{}"))
-    answer = await post(await stage.router(one, two), "/pause_generation", mode="retract")
-    assert answer.status == 200
-    shown = answer.json()["workers"][one.url]["body"]
-    assert shown == (deep.decode() if levels > 200 else json.loads(deep))
-
-
-async def test_where_some_refuse_it_is_502_with_what_each_said(stage: Stage) -> None:
-    one = (await stage.worker()).always(answers(b"Cache flushed.\n", kind="text/plain"))
-    two = (await stage.worker()).always(answers(b"Flush cache failed.\n", 400, "text/plain"))
-    answer = await post(await stage.router(one, two), "/flush_cache")
-    said = answer.json()
-    assert (answer.status, set(said), set(said["error"])) == (
+#: What two workers answer, the status of the whole, what stands beside the workers, and each worker's own.
+DIFFERENT: list[tuple[tuple[Behaviour, Behaviour], int, dict[str, Any], list[Any]]] = [
+    (
+        (answers(b'{"success":true,"seconds":1,"only":1}'), answers(b'{"success":true,"seconds":2}')),
+        200,
+        {"success": True},
+        [(200, {"success": True, "seconds": 1, "only": 1}), (200, {"success": True, "seconds": 2})],
+    ),
+    (
+        (answers(b"Flushed.\n", kind="text/plain"), answers(b"Failed.\n", 400, "text/plain")),
         502,
-        {"error", "workers"},
-        {"type", "message", "request_id"},
-    )
-    assert said["workers"] == {
-        one.url: {"status": 200, "body": "Cache flushed.\n"},
-        two.url: {"status": 400, "body": "Flush cache failed.\n"},
-    }
+        {},
+        [(200, "Flushed.\n"), (400, "Failed.\n")],
+    ),
+    ((answers(b"{}"), script(HANG)), 502, {}, [(200, {}), (0, "no answer within 0.1 s")]),
+]
 
 
-async def test_where_all_fail_within_it_is_502_and_not_their_500(stage: Stage) -> None:
-    workers = [(await stage.worker()).always(answers(b"Internal Server Error", 500)) for _ in range(2)]
-    answer = await post(await stage.router(*workers), "/flush_cache")
-    assert (answer.status, {each["status"] for each in answer.json()["workers"].values()}) == (502, {500})
+async def test_where_answers_differ_what_they_agree_in_stands_beside_each_workers_own(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    by_path = router.app.router.control.by_path
+    by_path["/flush_cache"] = replace(by_path["/flush_cache"], timeout=0.1)
+    for (one, two), status, agreed, own in DIFFERENT:
+        workers[0].next(one)
+        workers[1].next(two)
+        answer = await soon(post(router, "/flush_cache"))
+        said = answer.json()
+        assert (answer.status, answer.value("content-type")) == (status, b"application/json")
+        assert said.pop("workers") == {
+            worker.url: {"status": each, "body": body} for worker, (each, body) in zip(workers, own, strict=True)
+        }
+        assert said.pop("error", {}).keys() == ({"type", "message", "request_id"} if status == 502 else set())
+        assert said == agreed
+
+
+async def test_an_answer_that_is_nested_too_deep_to_be_written_is_shown_as_text(stage: Stage) -> None:
+    """What was done is never answered with an error for how somebody says so."""
+    one, two = await stage.worker(), (await stage.worker()).always(answers(b"{}"))
+    router = await stage.router(one, two)
+    for levels in (200, 240, 1000):
+        deep = b"[" * levels + b"]" * levels
+        one.always(answers(deep))
+        answer = await post(router, "/pause_generation", mode="retract")
+        assert answer.status == 200
+        shown = answer.json()["workers"][one.url]["body"]
+        assert shown == (deep.decode() if levels > 200 else json.loads(deep))
 
 
 async def test_bad_input_is_refused_before_any_worker_is_asked(stage: Stage) -> None:
@@ -317,20 +239,6 @@ async def test_rows_from_the_configuration_go_to_every_worker_and_their_neighbou
         assert (await router.ask("GET", path)).status == 200
         assert sum(len(worker.requests) for worker in workers) == before + 1, path
     assert (await router.ask("GET", "/mine")).status == 405
-
-
-async def test_a_row_named_again_keeps_what_the_table_says_of_it(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, fan_out=("/flush_cache",))
-    assert (await router.ask("GET", "/flush_cache")).status == 200
-
-
-def test_rows_can_be_given_as_flag_environment_and_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "router.yaml"
-    file.write_text("fan_out: [/a, /v1/b]\n")
-    assert load({}, {}, (), str(file)).config.fan_out == ("/a", "/v1/b")
-    assert load({"fan_out": ["/c"]}, {}, (), str(file)).config.fan_out == ("/c",)
-    assert load({}, {"MILES_ROUTER_FAN_OUT": "/d,/e"}, (), None).config.fan_out == ("/d", "/e")
 
 
 @pytest.mark.parametrize("path", ["a", "/", "", "/a/{b}", "/a?b=1", "/a b", "/a%20b"])
@@ -393,24 +301,49 @@ async def test_every_row_needs_the_administration_key_where_one_is_set(stage: St
         assert b"admin" not in worker.requests.pop().head
 
 
-async def test_each_worker_gets_its_own_key(stage: Stage) -> None:
-    workers = [await stage.worker(), await stage.worker()]
-    router = await stage.router()
-    for worker, key in zip(workers, ("one", "two"), strict=True):
-        await post(router, "/workers", url=worker.url, api_key=key)
-    await router.ask("POST", "/flush_cache", [("Authorization", "Bearer of-the-client")])
-    assert [worker.requests[0].values("authorization") for worker in workers] == [[b"Bearer one"], [b"Bearer two"]]
-
-
 # States
 
 
-async def test_a_worker_that_is_drained_is_still_told(stage: Stage) -> None:
-    workers = [await stage.worker(), await stage.worker()]
+# What all engines say about themselves
+
+TEXT = b'# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{model_name="m"} 3.0\n'
+PLAIN = [("Content-Type", "text/plain")]
+
+
+async def test_every_worker_is_asked_and_named(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    for worker in workers:
+        worker.always(script(reply(TEXT, 200, PLAIN)))
     router = await stage.router(*workers)
-    lease = router.pool.lease(LeastInFlight())
-    router.pool.drain(lease.worker, lambda: None)
-    assert lease.worker.state is WorkerState.DRAINING
-    await post(router, "/flush_cache")
-    assert [len(worker.requests) for worker in workers] == [1, 1]
-    lease.release()
+    answer = await router.ask("GET", "/engine_metrics")
+    assert answer.status == 200
+    assert answer.value("content-type") == b"text/plain; version=0.0.4; charset=utf-8"
+    lines = answer.body.decode().splitlines()
+    assert lines[1] == "# TYPE sglang_num_running_reqs gauge"
+    assert lines[2:] == [
+        f'sglang_num_running_reqs{{model_name="m",worker_addr="{worker.url}"}} 3.0' for worker in workers
+    ]
+    assert [worker.requests[-1].target for worker in workers] == [b"/metrics"] * 2
+
+
+async def test_a_worker_that_hangs_leaves_a_gap_in_bounded_time(stage: Stage) -> None:
+    good, bad = await stage.worker(), await stage.worker()
+    router = await stage.router(good, bad, health_check_timeout=0.2)
+    good.always(script(reply(TEXT, 200, PLAIN)))
+    bad.always(script(HANG))
+    answer = await router.ask("GET", "/engine_metrics")
+    assert answer.status == 200
+    lines = answer.body.decode().splitlines()
+    assert [good.url in line for line in lines] == [False, False, True, False]
+    assert lines[3] == f"# no metrics of {bad.url}: no answer within 0.2 s"
+
+
+async def test_without_any_metrics_it_fails_by_name(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router()
+    assert (await router.ask("GET", "/engine_metrics")).error_type == "no_worker_available"
+    router = await stage.router(worker)
+    worker.always(script(reply(b"{}", 404)))
+    answer = await router.ask("GET", "/engine_metrics")
+    assert (answer.status, answer.error_type) == (502, "fan_out_failed")
+    assert "404" in answer.json()["error"]["message"]

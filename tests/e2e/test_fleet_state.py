@@ -5,42 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from tests.support.http import CutReply, RawReply
+from tests.support.fleet import info, post, simulated
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import CLOSE, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
-
-JSON = [("Content-Type", "application/json")]
-
-
-async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
-    return await router.ask("POST", path, JSON, orjson.dumps(fields))
-
-
-async def info(router: RunningRouter) -> dict[str, Any]:
-    found: dict[str, Any] = (await router.ask("GET", "/router/info")).json()
-    return found
 
 
 async def shown(router: RunningRouter, field: str) -> dict[str, Any]:
     """One field of each worker, by url."""
     return {worker["url"]: worker[field] for worker in (await info(router))["workers"]}
-
-
-@asynccontextmanager
-async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
-    async with SimulatedWorker(**settings) as first, SimulatedWorker(**settings) as second:
-        yield first, second
 
 
 def busy_with(worker: SimulatedWorker) -> int:
@@ -65,15 +46,6 @@ async def test_the_fleets_version_and_each_workers_follow_an_update_at_once(stag
             assert await shown(router, "state") == {worker.url: "ready" for worker in workers}
 
 
-async def test_an_update_that_names_no_version_is_learned_from_the_workers(stage: Stage) -> None:
-    async with simulated(weight_version="1") as workers:
-        router = await stage.router(*(worker.url for worker in workers))
-        for worker in workers:
-            worker.engine.weight_version = "2"
-        assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
-        await until(lambda: router.pool.weight_version == "2", "the workers were asked anew")
-
-
 async def test_a_worker_that_missed_an_update_takes_no_traffic_and_returns_once_updated(
     stage: Stage,
 ) -> None:
@@ -94,16 +66,6 @@ async def test_a_worker_that_missed_an_update_takes_no_traffic_and_returns_once_
         for _ in range(4):
             await post(router, "/generate", text="Hi", sampling_params={"max_new_tokens": 1})
         assert busy_with(two) in (1, 2, 3), "of several processes each takes turns by itself"
-
-
-async def test_a_worker_that_gets_the_weights_by_itself_returns_by_itself(stage: Stage) -> None:
-    async with simulated(weight_version="1") as (one, two):
-        router = await stage.router(one.url, two.url, health_check_interval=0.05)
-        two.faults.status(500, path="/update_weight_version")
-        await post(router, "/update_weight_version", new_version="2")
-        assert (await shown(router, "state"))[two.url] == "outdated"
-        two.engine.weight_version = "2"
-        await until(lambda: len(router.pool.routable) == 2, "its new version was seen")
 
 
 async def heard_of(router: RunningRouter, worker: SimulatedWorker) -> None:
@@ -167,19 +129,6 @@ async def test_worker_with_other_weights_is_kept_out_from_the_first_request(stag
         assert (busy_with(old), busy_with(late)) == (3, 0)
 
 
-@pytest.mark.alone("idle workers take turns in each process")
-async def test_with_readmit_healthy_the_fleet_may_be_mixed_and_it_shows(stage: Stage) -> None:
-    async with SimulatedWorker(weight_version="2") as old, SimulatedWorker(weight_version="1") as late:
-        router = await stage.router(old.url, readmit="healthy")
-        await post(router, "/add_worker", url=late.url)
-        assert await shown(router, "state") == {old.url: "ready", late.url: "ready"}
-        assert await shown(router, "weight_version") == {old.url: "2", late.url: "1"}
-        assert (await info(router))["weight_version"] == "2"
-        for _ in range(4):
-            await post(router, "/generate", text="Hi", sampling_params={"max_new_tokens": 1})
-        assert (busy_with(old), busy_with(late)) == (2, 2)
-
-
 @pytest.mark.parametrize("asked", ["before", "during"])
 async def test_what_a_worker_says_late_of_its_weights_does_not_undo_an_update(stage: Stage, asked: str) -> None:
     worker, other = await stage.worker(), await stage.worker()
@@ -212,32 +161,29 @@ async def test_what_a_worker_says_late_of_its_weights_does_not_undo_an_update(st
 
 
 async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    router = await stage.router(await stage.worker())
+
+    async def told() -> list[float]:
+        labels: list[dict[str, str]] = [{"reason": "paused"}, {"reason": "asleep"}]
+        closed = [await metric(router, "miles_router_gate_closed", **each) for each in labels]
+        return [
+            *closed,
+            await metric(router, "miles_router_gate_held"),
+            await metric(router, "miles_router_pauses_total"),
+        ]
+
     opened = {"closed": False, "mode": None, "paused_since": None, "asleep_since": None, "workers_paused_since": None}
-    assert (await info(router))["gate"] == {**opened, "held": 0, "pauses": 0}
+    assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 0}, [0, 0, 0, 0])
     await post(router, "/pause_generation", mode="retract")
     waiting = asyncio.ensure_future(post(router, "/generate", text="Hi"))
     await until(lambda: router.app.router.gate.held, "it waits")
     gate = (await info(router))["gate"]
-    assert time.time() - 60 < gate.pop("paused_since") <= time.time()
-    assert gate == {
-        "closed": True,
-        "mode": "retract",
-        "asleep_since": None,
-        "workers_paused_since": None,
-        "held": 1,
-        "pauses": 1,
-    }
-    assert await metric(router, "miles_router_gate_closed", reason="paused") == 1
-    assert await metric(router, "miles_router_gate_closed", reason="asleep") == 0
-    assert await metric(router, "miles_router_gate_held") == 1
-    assert await metric(router, "miles_router_pauses_total") == 1
+    assert time.time() - 60 < gate["paused_since"] <= time.time()
+    shown = {**opened, "closed": True, "mode": "retract", "paused_since": gate["paused_since"], "held": 1, "pauses": 1}
+    assert (gate, await told()) == (shown, [1, 0, 1, 1])
     await post(router, "/continue_generation")
     assert (await waiting).status == 200
-    assert (await info(router))["gate"] == {**opened, "held": 0, "pauses": 1}
-    assert await metric(router, "miles_router_gate_closed", reason="paused") == 0
-    assert await metric(router, "miles_router_gate_held") == 0
+    assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 1}, [0, 0, 0, 1])
 
 
 async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(stage: Stage) -> None:
@@ -281,68 +227,23 @@ async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage:
     assert not (await info(router))["gate"]["closed"]
 
 
-@pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
-async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobody(stage: Stage, path: str) -> None:
+async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobody(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    asleep = path.startswith("/resume")
-    if asleep:
+    for path, asleep in (("/release_memory_occupation", False), ("/resume_memory_occupation", True)):
+        worker.next(script(reply(b"", 500)))
+        assert (await post(router, path)).status == 502
+        assert (await info(router))["gate"]["closed"] is asleep
         await post(router, "/release_memory_occupation")
-    worker.next(script(reply(b"", 500)))
-    assert (await post(router, path)).status == 502
-    assert (await info(router))["gate"]["closed"] is asleep
 
 
 # Carried on, where a simulated worker has no such case
-
-
-def cut(ids: list[int], **meta: Any) -> bytes:
-    finish = {"type": "abort", "message": "Abort in waiting queue"}
-    return orjson.dumps({"text": "", "output_ids": ids, "meta_info": {"id": "q", "finish_reason": finish, **meta}})
 
 
 def whole(ids: list[int], prompt: int) -> bytes:
     finish = {"type": "length", "length": len(ids)}
     meta = {"id": "n", "prompt_tokens": prompt, "completion_tokens": len(ids), "finish_reason": finish}
     return orjson.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": meta})
-
-
-async def paused_while_it_runs(stage: Stage, first: bytes, second: bytes, **body: Any) -> tuple[Any, list[Any]]:
-    """What the client gets, and what the worker was asked, when the first go ends during a pause."""
-    worker = await stage.worker()
-    paused = asyncio.Event()
-    worker.next(script(paused, reply(first, headers=JSON)))
-    router = await stage.router(worker, partial_rollout="resume")
-    generating = asyncio.ensure_future(post(router, "/generate", **body))
-    await until(lambda: worker.requests, "it runs")
-    await post(router, "/pause_generation")
-    paused.set()
-    await until(lambda: router.app.router.gate.held, "it was cut and waits")
-    worker.next(script(reply()), script(reply(second, headers=JSON)))
-    await post(router, "/continue_generation")
-    answer = (await generating).json()
-    return answer, [orjson.loads(each.body) for each in worker.requests if each.path == "/generate"]
-
-
-async def test_a_request_that_had_only_queued_is_asked_again_as_it_was(stage: Stage) -> None:
-    body = {"text": "Hi", "sampling_params": {"regex": "a+", "max_new_tokens": 2}}
-    answer, asked = await paused_while_it_runs(stage, cut([]), whole([7, 8], prompt=5), **body)
-    assert asked == [body, body | {"rid": asked[1]["rid"]}], "under a name of its own"
-    assert answer["output_ids"] == [7, 8]
-    assert answer["meta_info"] == {
-        **orjson.loads(whole([7, 8], prompt=5))["meta_info"],
-        "id": "q",
-        "resumed": 1,
-    }
-
-
-async def test_a_budget_without_bound_stays_without(stage: Stage) -> None:
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": None, "ignore_eos": True}}
-    first = cut([5], prompt_tokens=2, completion_tokens=1)
-    answer, asked = await paused_while_it_runs(stage, first, whole([6], prompt=3), **body)
-    assert asked[1] == {**body, "input_ids": [1, 2, 5], "rid": asked[1]["rid"]}
-    assert answer["output_ids"] == [5, 6]
-    assert answer["meta_info"]["prompt_tokens"] == 2
 
 
 # A lost worker
@@ -369,28 +270,6 @@ async def spelling_worker(stage: Stage) -> ScriptedWorker:
     return worker
 
 
-@pytest.mark.parametrize("first", [[], [5]])
-async def test_a_stream_that_cannot_be_carried_on_is_broken_off_and_never_looks_complete(
-    stage: Stage, first: list[int]
-) -> None:
-    worker = await spelling_worker(stage)
-    sampling = {"regex": "x+", "ignore_eos": True} if first else {}
-    router = await stage.router(worker, resume_on_worker_loss=True)
-    worker.always(script(EVENTS, *[chunk(beginning(ids)) for ids in [first] if ids], RESET))
-    with pytest.raises(CutReply) as cut_off:
-        await soon(post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling))
-    assert b"[DONE]" not in cut_off.value.reply.body
-    assert len(worker.requests) == (1 if first else 3)
-
-
-async def test_a_request_that_ends_every_worker_is_not_asked_for_ever(stage: Stage) -> None:
-    worker = await spelling_worker(stage)
-    router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
-    worker.always(script(chunked_head(JSON), chunk(b"{"), RESET))
-    answer = await soon(post(router, "/generate", input_ids=[1, 2]))
-    assert (answer.status, answer.error_type, len(worker.requests)) == (502, "upstream_error", 2)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("deaths", "status"), [(2, 200), (9, 502)])
 async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
@@ -406,19 +285,3 @@ async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
     answer = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
     assert answer.status == status
     assert len(worker.requests) <= 4  # the first may have met a connection that was no longer good
-
-
-async def test_a_lost_stream_that_gets_on_is_carried_on_as_often_as_it_takes(stage: Stage) -> None:
-    worker = await spelling_worker(stage)
-    router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
-    worker.next(*[script(EVENTS, chunk(beginning([token], prompt=2 + token)), RESET) for token in range(4)])
-    last = beginning([9], {"type": "length", "length": 1}, prompt=6)
-    worker.next(script(EVENTS, chunk(last), chunk(b"data: [DONE]\n\n"), chunk(b"")))
-    sampling = {"ignore_eos": True}
-    asked = post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling)
-    answer = await soon(asked)
-    *_, final, done, _ = answer.body.split(b"\n\n")
-    assert done == b"data: [DONE]"
-    said = orjson.loads(final.removeprefix(b"data: "))
-    assert said["output_ids"] == [0, 1, 2, 3, 9]
-    assert (said["meta_info"]["resumed"], said["meta_info"]["finish_reason"]["length"]) == (4, 5)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
 from tests.support.forks import fork_router
 from tests.support.http import Client, CutReply, request
 from tests.support.running_router import RouterProcess, refuses, router_process
@@ -24,7 +23,6 @@ from tests.support.scripted_worker import (
     reply,
     script,
 )
-from tests.support.stage import Stage, both_ways
 from tests.support.tiers import size
 from tests.support.waiting import until
 
@@ -163,26 +161,3 @@ async def test_a_request_that_does_not_finish_is_broken_off_after_the_shutdown_t
         with pytest.raises(CutReply):
             await client.read_part()
         await until(lambda: not worker.busy, "the worker was told")
-
-
-@both_ways
-async def test_the_embedded_router_holds_a_slow_client_back_as_well(
-    stage: Stage, layers: tuple[MiddlewareSpec, ...]
-) -> None:
-    sent = 0
-
-    async def big(visit: Visit) -> None:
-        nonlocal sent
-        await visit.read_body()
-        await visit.write(head(200, [("Content-Length", str(50 * MEGABYTE))]))
-        while sent < 50:
-            await visit.write(BLOCK)
-            sent += 1
-
-    worker = (await stage.worker()).always(big)
-    router = await stage.router(worker, middlewares=layers)
-    client = await stage.client(router, receive_buffer=65536)
-    await client.send(request("POST", "/generate", body=b"{}"))
-    await _stands_still(lambda: sent)
-    assert sent < 25
-    assert (await client.read()).body == BLOCK * 50

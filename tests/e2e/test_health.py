@@ -1,21 +1,22 @@
-"""Health: what quarantines a worker, what does not, and what brings it back."""
+"""Health: what quarantines a worker, what does not, what brings it back, and what its first good answer brings."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_router.fleet.workers import Worker, WorkerState
+from tests.support.fleet import post
 from tests.support.http import request
-from tests.support.metrics import metrics, samples, total
-from tests.support.running_router import RunningRouter, processes_used
+from tests.support.metrics import metric, metrics, samples, total
+from tests.support.running_router import RunningRouter, processes_used, running_router
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, reply, script
 from tests.support.session_apis import case
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import STEP, until
 
 FAST: dict[str, Any] = {
     "health_check_interval": 0.02,
@@ -24,9 +25,7 @@ FAST: dict[str, Any] = {
     "deep_health_check_interval": 0.0,
 }
 DEATHS: dict[str, Behaviour] = {
-    "answers 500": script(reply(b"", 500)),
     "answers 503": script(reply(b"", 503)),
-    "closes": script(CLOSE),
     "resets": script(RESET),
     "hangs": script(HANG),
     "garbage": script(b"garbage\r\n\r\n", CLOSE),
@@ -51,12 +50,6 @@ async def state(router: RunningRouter, worker: ScriptedWorker, wanted: WorkerSta
 
 async def router_of(stage: Stage, *workers: ScriptedWorker, **settings: Any) -> RunningRouter:
     return await stage.router(*workers, **{**FAST, **settings})
-
-
-def transitions(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """Event and reason of each logged change of a worker's state."""
-    fields = [(record.getMessage(), getattr(record, "fields", {})) for record in caplog.records]
-    return [(event, found["reason"]) for event, found in fields if event.startswith("worker_") and "reason" in found]
 
 
 # Quarantine
@@ -98,16 +91,6 @@ async def test_connect_failures_while_forwarding_count_at_once(stage: Stage) -> 
     assert 2 <= record.failures <= 1 + processes_used(), "each process may have one under way"
 
 
-async def test_a_connection_lost_under_a_request_is_no_connect_failure(stage: Stage) -> None:
-    """A worker that drops one request is not a worker that is down: its own checks decide."""
-    worker, other = await stage.worker(), await stage.worker()
-    router = await stage.router(worker, other, health_check_failure_threshold=1)
-    worker.always(script(CLOSE))
-    for _ in range(4):
-        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
-    assert router.worker(worker).state is WorkerState.READY
-
-
 async def test_a_busy_worker_whose_health_hangs_stays(stage: Stage) -> None:
     worker = await stage.worker()
     worker.health = script(HANG)
@@ -125,20 +108,6 @@ async def test_a_worker_whose_health_answers_sick_is_quarantined(stage: Stage) -
     router = await router_of(stage, worker, deep_health_check_interval=0.01)
     record = await state(router, worker, WorkerState.QUARANTINED)
     assert "/health" in record.reason
-
-
-async def test_an_older_worker_without_model_info_is_asked_by_the_older_name(stage: Stage) -> None:
-    worker = await stage.worker()
-    answers = {
-        "/model_info": reply(b"", 404),
-        "/get_model_info": reply(b'{"weight_version": "old"}'),
-        "/ready": reply(b"", 404),
-    }
-    worker.model_info = lambda visit: visit.run([answers[visit.request.path]])
-    router = await router_of(stage, worker)
-    record = router.worker(worker)
-    await until(lambda: record.weight_version == "old", "the version is known")
-    assert record.failures == 0
 
 
 async def test_any_answer_to_the_cheap_check_is_a_sign_of_life(stage: Stage) -> None:
@@ -168,36 +137,6 @@ async def test_probes_get_through_while_all_connections_are_taken_by_requests(st
 # Paused
 
 
-def with_ready(*steps: Any) -> Behaviour:
-    """`/ready` does `steps`; the others are answered."""
-    return lambda visit: visit.run(steps if visit.request.path == "/ready" else [reply(b'{"weight_version": "1"}')])
-
-
-async def test_a_worker_whose_ready_hangs_is_busy_and_not_paused(stage: Stage) -> None:
-    worker = await stage.worker()
-    worker.model_info = with_ready(HANG)
-    router = await router_of(stage, worker, health_check_timeout=0.3)
-    await until(lambda: sum(probe.path == "/ready" for probe in worker.probes) >= 3, "it was asked thrice")
-    record = router.worker(worker)
-    assert (record.state, record.reason, record.failures) == (WorkerState.READY, "registered", 0)
-
-
-async def test_what_ready_says_about_the_routers_own_pause_is_no_news(stage: Stage) -> None:
-    """The question is under way when the pause comes, and what follows from it is known after continue."""
-    worker, paused = await stage.worker(), asyncio.Event()
-    router = await router_of(stage, worker, health_check_timeout=0.3)
-    worker.model_info, worker.health = with_ready(paused, reply(b"", 503)), script(HANG)
-    worker.probes.clear()
-    await until(lambda: any(probe.path == "/ready" for probe in worker.probes), "it is asked")
-    await router.ask("POST", "/pause_generation", body=b"{}")
-    worker.model_info = model_info("1")
-    paused.set()
-    await until(lambda: any(probe.path == "/health" for probe in worker.probes), "and asked whether it is sick")
-    await router.ask("POST", "/continue_generation", body=b"{}")
-    await probed(worker)
-    assert (router.worker(worker).state, router.worker(worker).reason) == (WorkerState.READY, "registered")
-
-
 # Readmission
 
 
@@ -206,7 +145,6 @@ async def test_what_ready_says_about_the_routers_own_pause_is_no_news(stage: Sta
     [
         ("same-weights", "1", True),
         ("same-weights", "0", False),
-        ("healthy", "1", True),
         ("healthy", "0", True),
         ("never", "1", False),
     ],
@@ -252,10 +190,9 @@ async def test_the_fleets_version_moves_on_while_a_worker_is_away(stage: Stage) 
     await state(router, worker, WorkerState.READY)
 
 
-@pytest.mark.parametrize("readmit", ["same-weights", "healthy"])
-async def test_a_worker_that_only_passes_the_cheap_check_stays_out(stage: Stage, readmit: str) -> None:
+async def test_a_worker_that_only_passes_the_cheap_check_stays_out(stage: Stage) -> None:
     worker = await stage.worker()
-    router = await router_of(stage, worker, readmit=readmit, health_check_timeout=0.03)
+    router = await router_of(stage, worker, readmit="healthy", health_check_timeout=0.03)
     worker.model_info = script(reply(b"", 500))
     record = await state(router, worker, WorkerState.QUARANTINED)
     worker.health = script(HANG)
@@ -266,50 +203,123 @@ async def test_a_worker_that_only_passes_the_cheap_check_stays_out(stage: Stage,
     await state(router, worker, WorkerState.READY)
 
 
-async def test_removing_and_adding_brings_back_a_worker_that_never_returns_by_itself(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await router_of(stage, worker, readmit="never")
-    worker.kill()
-    await state(router, worker, WorkerState.QUARANTINED)
-    await worker.listen()
-    await router.ask("POST", f"/remove_worker?url={worker.url}")
-    await router.ask("POST", f"/add_worker?url={worker.url}")
-    assert router.worker(worker).state is WorkerState.READY
-    assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
-
-
 # What is said about it
 
 
-async def test_each_change_of_state_is_logged_once_with_its_reason(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    worker = await stage.worker()
-    router = await router_of(stage, worker)
-    worker.model_info = script(reply(b"", 503))
-    await state(router, worker, WorkerState.QUARANTINED)
-    await probed(worker, 5)
-    worker.model_info = model_info("1")
-    await state(router, worker, WorkerState.READY)
-    await probed(worker, 5)
-    await router.ask("POST", f"/remove_worker?url={worker.url}&drain=true")
-    assert transitions(caplog) == [
-        ("worker_unreached", "named in the configuration, and has not answered yet"),
-        ("worker_ready", "registered"),
-        ("worker_quarantined", f"{worker.url}/model_info answered 503"),
-        ("worker_ready", "answers its checks again"),
-        ("worker_draining", "drain requested"),
-        ("worker_removed", "drained"),
-    ]
+# Workers that the configuration names take requests once they have answered
+
+EXPECTED = "named in the configuration, and has not answered yet"
+SHORT: dict[str, Any] = {"text": "Hi", "sampling_params": {"max_new_tokens": 1}}
 
 
-async def test_changes_of_state_are_counted(stage: Stage) -> None:
+async def got(router: RunningRouter, path: str) -> Any:
+    answer = await router.ask("GET", path)
+    assert answer.status == 200, answer.body
+    return answer.json()
+
+
+async def shown(router: RunningRouter, url: str) -> dict[str, Any]:
+    """What the router says of one worker."""
+    found: list[dict[str, Any]] = (await got(router, "/workers"))["workers"]
+    return next(each for each in found if each["url"] == url)
+
+
+async def in_state(router: RunningRouter, url: str, state: str) -> dict[str, Any]:
+    while (found := await shown(router, url))["state"] != state:  # noqa: ASYNC110
+        await asyncio.sleep(STEP)
+    return found
+
+
+async def refusing(stage: Stage) -> ScriptedWorker:
+    """A worker that takes no connection yet."""
     worker = await stage.worker()
-    router = await router_of(stage, worker)
-    worker.kill()
-    await state(router, worker, WorkerState.QUARANTINED)
+    worker.refuse()
+    return worker
+
+
+async def test_a_worker_that_never_answered_is_shown_as_unreached(stage: Stage) -> None:
+    silent = await refusing(stage)
+    router = await stage.router(silent)
+    record = await shown(router, silent.url)
+    assert record["state"] == "unreached"
+    assert record["reason"].startswith(EXPECTED)
+    for path in ("/health", "/router/info"):
+        said = await got(router, path)
+        assert (said["workers_total"], said["workers_routable"], said["workers_unreached"]) == (1, 0, 1)
+    assert (await router.ask("GET", "/readiness")).status == 503
+    listed = await got(router, "/list_workers")
+    assert (listed["urls"], [*listed["unreached"]]) == ([silent.url], [silent.url])
+    assert listed["unreached"][silent.url].startswith(EXPECTED)
     text = await metrics(router.url)
-    assert total(text, "miles_router_worker_transitions_total", after="quarantined", before="ready") == 1
-    assert [each.value for each in samples(text, "miles_router_worker_routable", worker=worker.url)] == [0]
-    assert total(text, "miles_router_workers", state="quarantined") == 1
+    assert [each.value for each in samples(text, "miles_router_worker_routable", worker=silent.url)] == [0]
+    assert total(text, "miles_router_workers", state="unreached") == 1
+
+
+async def test_a_router_whose_workers_are_up_takes_requests_at_once(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    async with running_router(*workers) as router:
+        answers = await asyncio.gather(*(post(router, "/generate", **SHORT) for _ in range(9)))
+    assert [answer.status for answer in answers] == [200] * 9
+    assert all(worker.requests for worker in workers)
+
+
+async def test_a_worker_that_registers_itself_takes_requests_at_once(stage: Stage) -> None:
+    silent, other = await refusing(stage), await refusing(stage)
+    router = await stage.router(silent)
+    for url in (other.url, silent.url):  # the second one is named in the configuration, too
+        answer = await post(router, "/add_worker", url=url)
+        assert answer.status == 200
+        assert (await shown(router, url))["state"] == "ready"
+    assert (await post(router, "/remove_worker", url=silent.url)).status == 200
+    assert (await got(router, "/list_workers")) == {"urls": [other.url]}
+
+
+async def test_a_worker_that_had_registered_itself_takes_requests_behind_a_restart(
+    stage: Stage, tmp_path: Path
+) -> None:
+    named, gone = await stage.worker(), await refusing(stage)
+    async with running_router(named, state_dir=str(tmp_path)) as before:
+        assert (await post(before, "/add_worker", url=gone.url)).status == 200
+    named.refuse()
+    async with running_router(named, state_dir=str(tmp_path)) as after:
+        states = [(await shown(after, worker.url))["state"] for worker in (named, gone)]
+        assert states == ["unreached", "ready"]
+
+
+async def test_a_control_request_does_not_fail_for_a_worker_that_never_answered(stage: Stage) -> None:
+    silent, well = await refusing(stage), await stage.worker()
+    router = await stage.router(silent, well)
+    answer = await post(router, "/flush_cache")
+    assert answer.status == 200
+    assert answer.json()["workers"][silent.url]["status"] == 0
+
+
+async def test_the_first_good_answer_makes_a_worker_routable(stage: Stage) -> None:
+    for readmit in ("same-weights", "never"):
+        late = await refusing(stage)
+        router = await stage.router(late, readmit=readmit, health_check_failure_threshold=1)
+        for path in ("/generate", "/get_model_info"):
+            answer = await router.ask("GET" if path == "/get_model_info" else "POST", path, body=b"{}")
+            assert (answer.status, answer.error_type) == (503, "no_worker_available")
+            assert "1 unreached" in answer.json()["error"]["message"]
+            assert int(answer.value("retry-after") or 0) >= 1
+        while not (await shown(router, late.url))["failures"]:  # noqa: ASYNC110
+            await asyncio.sleep(STEP)
+        await late.listen()
+        record = await in_state(router, late.url, "ready")
+        assert (record["reason"], record["failures"]) == ("registered", 0), readmit
+        assert (await post(router, "/generate", **SHORT)).status == 200
+        assert "unreached" not in await got(router, "/list_workers")
+
+
+async def test_no_request_goes_where_nothing_good_has_answered(stage: Stage) -> None:
+    hanging, failing, well = [await stage.worker() for _ in range(3)]
+    silent = await refusing(stage)
+    hanging.model_info, failing.model_info = script(HANG), script(reply(b"", 500))
+    router = await stage.router(hanging, failing, silent, well, health_check_timeout=0.2)
+    assert [(await post(router, "/generate", **SHORT)).status for _ in range(6)] == [200] * 6
+    assert (hanging.requests, failing.requests, len(well.requests)) == ([], [], 6)
+    assert await metric(router, "miles_router_retries_total") == 0
+    for starting in (hanging, failing):
+        starting.model_info = script(reply(b'{"weight_version": "1"}'))
+        await in_state(router, starting.url, "ready")

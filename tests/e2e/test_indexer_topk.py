@@ -26,7 +26,6 @@ from tests.support.experts_trial import (
     told,
     truth,
 )
-from tests.support.http import RawReply
 from tests.support.scripted_chat import PROMPT
 from tests.support.scripted_worker import script
 from tests.support.session_trial import SESSIONS, user
@@ -69,19 +68,6 @@ async def test_a_generation_has_the_rows_of_both_kinds(trial: ExpertsTrial, clie
     assert np.array_equal(await client.indexer_topk(rid="r", start=2, stop=4), chosen(tokens)[2:4])
 
 
-async def test_a_text_that_goes_on_holds_each_row_once(trial: ExpertsTrial, client: RouterClient) -> None:
-    text, rid = "Hello", ""
-    for _ in range(3):
-        generation = await client.generate(text, sampling_params=SHORT)
-        text, rid = text + generation.text + " and", generation.rid
-    tokens = (await client.retrieve(rid=rid)).tokens.tolist()
-    assert np.array_equal(await client.indexer_topk(rid=rid), chosen(tokens))
-    assert np.array_equal(await client.indexer_topk(text=text.removesuffix(" and")), chosen(tokens))
-    held = trial.router.app.router.statistics["indexer_topk"]()
-    assert held["bytes"] == 2 * chosen(tokens).size, "all rows come with each turn, and what is held is not held again"
-    assert int(str(held["transferred_rows"])) > len(tokens) - 1
-
-
 async def test_agents_samples_have_the_rows_of_both_kinds(trial: ExpertsTrial, client: RouterClient) -> None:
     session = await trial.create()
     await episode(trial, session, turns=4)  # every second one is streamed, which tells no positions
@@ -96,25 +82,6 @@ async def test_agents_samples_have_the_rows_of_both_kinds(trial: ExpertsTrial, c
     assert np.array_equal(held, sample.rows["indexer_topk"])
     (plain,) = await trial.samples(session)
     assert plain["indexer_topk"]["dtype"] == "int16"
-
-
-async def test_what_a_client_asks_for_itself_it_gets_of_that_kind_alone(trial: ExpertsTrial) -> None:
-    body = {"input_ids": [5, 6, 7], "sampling_params": SHORT, "return_indexer_topk": True}
-    meta = (await trial.post("/generate", body)).json()["meta_info"]
-    assert ("indexer_topk" in meta, "routed_experts" in meta) == (True, False)
-
-
-def _refusal(answer: RawReply) -> tuple[int, str, str]:
-    return answer.status, answer.error_type, answer.json()["error"]["message"]
-
-
-async def test_a_worker_that_tells_no_positions_is_named(stage: Stage) -> None:
-    async with simulated_experts(stage, around=[SESSIONS, CACHE, SHAPED]) as trial:
-        status, kind, message = _refusal(await trial.post("/generate", {"text": "Hi", "sampling_params": SHORT}))
-        assert (status, kind) == (502, "upstream_error")
-        says = f"{trial.worker.url} answered without chosen positions: start it with --enable-return-indexer-topk"
-        assert says in message
-        assert "indexer_topk_middleware.required=false" in message
 
 
 async def test_a_sample_says_why_it_has_no_positions(stage: Stage) -> None:

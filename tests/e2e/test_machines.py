@@ -103,19 +103,6 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_in_the_next_shard
         assert [await turns(other, session) for session in made] == [3, 2]
 
 
-async def test_a_key_goes_to_one_worker_from_any_machine(stage: Stage, tmp_path: Path) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    async with running(workers[0], tmp_path) as router:
-        one, other = router.nodes
-        await other.answers("POST", f"/add_worker?url={workers[1].url}")
-        await one.answers("POST", "/generate", text="so that its turns are others")
-        for key in range(8):
-            before = [len(worker.requests) for worker in workers]
-            for node in (one, other):
-                await node.answers("POST", "/v1/chat/completions", prompt_cache_key=f"key-{key}", **HI)
-            assert sorted(len(worker.requests) - n for worker, n in zip(workers, before, strict=True)) == [0, 2]
-
-
 async def test_a_pause_holds_on_all_machines_and_under_the_leader_that_succeeds_another(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -164,38 +151,6 @@ async def with_key(node: Part, key: str | None, method: str, target: str, **fiel
     while (answer := await ask(node.url, method, target, headers, body)).status == 503:  # noqa: ASYNC110  # each look is a request
         await asyncio.sleep(STEP)
     return answer
-
-
-async def test_machines_answer_together_with_keys_and_refuse_without(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"middlewares": (MiddlewareSpec(SESSIONS),), **KEYS}
-    settings["hf_checkpoint"] = tokenizer_directory("qwen3")
-    async with (
-        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
-        machines(lease=LEASE, state_dir=str(tmp_path), **settings) as router,
-    ):
-        one, other = router.nodes
-        assert (await with_key(one, "admins", "POST", f"/add_worker?url={worker.url}")).status == 200
-        made = [(await with_key(each, "clients", "POST", "/sessions")).json()["session_id"] for each in router.nodes]
-        for node in (one, other):
-            for session in made:
-                turn = f"/sessions/{session}/v1/chat/completions"
-                assert (await with_key(node, "clients", "POST", turn, **HI)).status == 200
-                assert (await with_key(node, None, "POST", turn, **HI)).status == 401
-                assert (await with_key(node, "admins?", "POST", turn, **HI)).status == 401
-            for key, target in (
-                ("clients", "/sessions"),
-                ("admins", "/metrics"),
-                ("admins", "/router/info"),
-                ("admins", "/router/episodes"),
-                ("admins", "/router/run"),
-            ):
-                told = await with_key(node, key, "GET", target)
-                assert told.status == 200, (target, told)
-                assert (await with_key(node, None, "GET", target)).status == 401, target
-                if target == "/sessions":
-                    assert {each["session_id"] for each in told.json()["sessions"]} == {*made}
-                if target == "/router/episodes":
-                    assert {each["id"] for each in told.json()["episodes"]} == {*made}
 
 
 async def raw(node: Part, request: bytes) -> RawReply:

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from miles_router.settings.config import MiddlewareSpec
-from miles_router.testing import SimulatedWorker
-from tests.support.restarts import StateDirectories
 from tests.support.session_apis import BOTH, TALKS, Api, case
-from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, qwen3, simulated_sessions, user
+from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
-from tests.support.tokenizers import tokenizer_directory
 
 History = list[dict[str, Any]]
 ASKED = user("What is 17 plus 25?")
@@ -90,22 +82,3 @@ async def test_a_remark_at_the_first_question_keeps_all_turns(stage: Stage) -> N
                 await agent.ask([user("Write a title.")], 2, tools=False)
                 assert await trial.reasons(session) == [None, None, "edited_history", None, "sub_agent"]
                 assert await main_turns(trial, session) == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("change", [remark, without_the_first_answer])
-async def test_the_main_line_is_the_same_after_a_restart(tmp_path: Path, change: Callable[[History], History]) -> None:
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
-        directories = StateDirectories(worker, tmp_path)
-        layer, model = MiddlewareSpec(SESSIONS, {}), tokenizer_directory("qwen3")
-        async with directories.router(layer, hf_checkpoint=model) as router:
-            trial = SessionTrial(router, [worker])
-            agent = Agent(trial, await trial.create("s"), Api(CHAT))
-            history = await agent.ask([ASKED], 1)
-            history = await agent.ask(change([*history, user("Well?")]))
-            before = await main_turns(trial, "s")
-        async with directories.router(layer, hf_checkpoint=model) as router:
-            trial = SessionTrial(router, [worker])
-            assert await main_turns(trial, "s") == before
-            await Agent(trial, "s", Api(CHAT)).ask([*history, user("Again")])
-            kept = await main_turns(trial, "s")
-            assert kept == [*before[:-1], [*before[-1], 2]]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import cancelled
-from miles_router.testing.worker.model.moe import route
-from tests.support.experts_trial import array_of
 from tests.support.fleet import gate, post
-from tests.support.moving import BUDGET, HELD, MOE, SOON, moving, of_one_go
+from tests.support.moving import BUDGET, HELD, SOON, moving, of_one_go
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -60,22 +56,6 @@ async def test_what_runs_long_moves_to_an_idler_worker_and_is_what_one_go_would_
             assert of_one_go(answers[rid]) == of_one_go(await scene.uncut(rid, **fields))
 
 
-async def test_next_worker_of_a_move_gets_all_sampled_tokens_and_the_rest_of_the_budget(
-    stage: Stage,
-) -> None:
-    async with moving(stage) as scene:
-        await scene.run(2)
-        await scene.open()
-        await scene.moved(1)
-        answer = (await scene.end())["rollout-number-0"]
-        (asked,) = [json.loads(each.body) for each in scene.target.log.at("/generate")]
-        done = len(asked["input_ids"]) - 3
-        assert asked["input_ids"] == [5, 300, 229, *answer["output_ids"][:done]]
-        assert asked["sampling_params"]["max_new_tokens"] == BUDGET - done
-        assert done >= HELD
-        assert asked["rid"] != "rollout-number-0"
-
-
 async def test_it_moves_again_where_that_one_has_too_many(stage: Stage) -> None:
     """They come back when the others have ended."""
     async with moving(stage) as scene:
@@ -91,58 +71,15 @@ async def test_it_moves_again_where_that_one_has_too_many(stage: Stage) -> None:
             assert of_one_go(answer) == of_one_go(await scene.uncut(rid))
 
 
-async def test_what_a_pause_has_cut_moves_like_everything_else(stage: Stage) -> None:
-    fields: dict[str, Any] = {"return_logprob": True, "return_routed_experts": True, "top_logprobs_num": 2}
-    async with moving(stage, partial_rollout="resume") as scene:
-        await scene.run(2, **fields)
-        assert (await post(scene.router, "/pause_generation", mode="abort")).status == 200
-        await until(lambda: gate(scene.router).held == 2, "both wait")
-        scene.holds.tokens = 3  # of the rest
-        assert (await post(scene.router, "/continue_generation")).status == 200
-        await scene.held(2)
-        await scene.open()
-        await scene.moved(1)
-        answers = await scene.end()
-        assert sorted(each["meta_info"]["resumed"] for each in answers.values()) == [1, 2]
-        for rid, answer in answers.items():
-            assert of_one_go(answer) == of_one_go(await scene.uncut(rid, **fields))
-
-
-async def test_rows_of_experts_come_whole_through_the_layer_that_takes_them_out(stage: Stage) -> None:
-    layer = MiddlewareSpec("middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware")
-    async with moving(stage, middlewares=(layer,)) as scene:
-        await scene.run(2)
-        await scene.open()
-        await scene.moved(1)
-        answers = await scene.end()
-        for rid in scene.asked:
-            ids = [5, 300, 229, *answers[rid]["output_ids"]]
-            delivered = await post(scene.router, "/routed_experts", rid=rid)
-            assert (array_of(delivered).reshape(-1) == route(MOE, ids).reshape(-1)).all()
-
-
-async def test_ranks_of_one_worker_are_units_too(stage: Stage) -> None:
-    async with moving(stage, kind={"dp_size": 2}) as scene:
-        await until(lambda: len(scene.router.pool.get(scene.source.url).units) == 2, "its ranks are known")
-        await scene.run(4)
-        await scene.open()
-        await scene.moved(2)
-        answers = await scene.end()
-        for rid, answer in answers.items():
-            assert answer["output_ids"] == (await scene.uncut(rid))["output_ids"]
-
-
 # What stays
 
 UNMOVED: dict[str, tuple[str, dict[str, Any]]] = {
     "several samples": ("several", {"params": {"n": 2, "temperature": 1}}),
-    "a list": ("several", {"input_ids": [[1, 2, 3]]}),
     "no name": ("unnamed", {"rid": None}),
     "a name that an engine might begin one with": ("named_alike", {"rid": "5e7a"}),
     "a rank": ("placed", {"routed_dp_rank": 0}),
     "an image": ("media", {"image_data": "data:"}),
     "a grammar": ("stateful", {"params": {"regex": "x{90}"}}),
-    "a penalty": ("stateful", {"params": {"frequency_penalty": 0.5}}),
     "no bound": ("too_long", {"params": {"max_new_tokens": 32_760}}),
 }
 
@@ -191,11 +128,6 @@ async def test_a_name_that_another_one_begins_with_stays(stage: Stage) -> None:
         assert scene.unmoved("named_alike") == 1
         assert scene.aborts() == ["the-name-of-a-rollout-2"]
         assert has_moved((await scene.end())["the-name-of-a-rollout-2"])
-
-
-async def test_with_0_none_moves(stage: Stage) -> None:
-    async with moving(stage, move_after=0.0):
-        assert not any(task.get_name() == "moves" for task in asyncio.all_tasks())
 
 
 @pytest.mark.parametrize("state", ["paused in place", "asleep", "an update under way", "other weights"])
@@ -264,19 +196,6 @@ async def test_a_pause_cuts_what_has_moved_like_everything_else(stage: Stage, pa
         for rid in answers if partial_rollout == "resume" else ():
             uncut = await scene.uncut(rid, return_routed_experts=True)
             assert of_one_go(answers[rid]) == of_one_go(uncut)
-
-
-async def test_what_has_moved_outlives_the_worker_that_took_it_over(stage: Stage) -> None:
-    async with moving(stage) as scene:
-        await scene.run(2, return_logprob=True)
-        await scene.open()
-        await scene.moved(1)
-        await until(lambda: scene.held_there.holds(1), "it runs there")
-        await scene.target.kill()
-        answers = await scene.end()
-        for rid, answer in answers.items():
-            assert of_one_go(answer) == of_one_go(await scene.uncut(rid, return_logprob=True))
-        await scene.target.restart()
 
 
 async def test_a_client_that_leaves_ends_it_where_it_runs_now(stage: Stage) -> None:

@@ -18,7 +18,6 @@ CHUNKED = [("Transfer-Encoding", "chunked")]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router keeps an idle connection for no time to speak of."""
     monkeypatch.setattr(server, "KEEP_ALIVE", 0.05)
 
 

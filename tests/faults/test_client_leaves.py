@@ -38,22 +38,21 @@ async def assert_given_up(stage: Stage, router: RunningRouter, *, leavers: int =
 
 
 def watched() -> bool:
-    """The router has begun to look whether its client is still there."""
     return any(task.get_name() == "watch client" for task in asyncio.all_tasks())
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(False, id="at once"),
+        pytest.param(True, id="later", marks=pytest.mark.alone("it looks at the tasks of the test's process")),
+    ],
+)
 @leaves
-async def test_while_the_head_is_awaited_at_once(stage: Stage, leave: Leave) -> None:
+async def test_while_the_head_is_awaited(stage: Stage, leave: Leave, later: bool) -> None:
     router, client = await asked(stage)
-    leave(client)
-    await assert_given_up(stage, router)
-
-
-@pytest.mark.alone("it looks at the tasks of the test's process")
-@leaves
-async def test_while_the_head_is_awaited_later(stage: Stage, leave: Leave) -> None:
-    router, client = await asked(stage)
-    await until(watched, "the client is watched")
+    if later:
+        await until(watched, "the client is watched")
     leave(client)
     await assert_given_up(stage, router)
 
@@ -159,7 +158,8 @@ async def test_a_hundred_clients_leave_at_once(stage: Stage) -> None:
     for client in clients:
         await client.send(request("POST", "/generate", body=b"{}"))
     await until(lambda: sum(worker.busy for worker in workers) == 100, "the workers have all requests")
-    assert [router.worker(worker).in_flight for worker in workers] == [50, 50]
+    one, other = (router.worker(worker).in_flight for worker in workers)
+    assert abs(one - other) <= 2 * (processes_used() - 1), "each process hears of another's choices a moment later"
     for client in clients:
         client.abort()
     await assert_given_up(stage, router, leavers=100)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ import pytest
 from miles_router.fleet.affinity import Affinity
 from miles_router.serving import server
 from miles_router.shards import forwarding
-from tests.support.http import Client, RawReply, request, whole_or_cut
+from tests.support.http import Client, RawReply, request
 from tests.support.owned import OWNED, name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
@@ -218,20 +217,6 @@ async def test_an_owner_without_room_says_so(stage: Stage, tmp_path: Path, monke
         layer.gates[name].set()
         assert times(await held) == 1
     await quiet(first, second)
-
-
-async def test_no_descriptor_is_left_behind(stage: Stage, tmp_path: Path) -> None:
-    first, second = await several(stage, tmp_path, 2)
-    name = name_of(1, 2)
-    assert times(await first.ask("POST", f"/owned/{name}", body=b"x" * 50_000)) == 1
-    await quiet(first, second)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        assert (await first.ask("POST", f"/owned/{name}", body=b"x" * 50_000)).status == 200
-        assert (await first.ask("POST", "/owned", body=named(name))).status == 200
-        await whole_or_cut(first.ask("GET", f"/owned/{name}?bytes=500000"))
-    await quiet(first, second)
-    await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "no descriptor more than before")
 
 
 async def test_a_crowd_that_leaves_wherever_it_is_leaves_nothing_behind(stage: Stage, tmp_path: Path) -> None:

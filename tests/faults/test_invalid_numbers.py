@@ -12,7 +12,7 @@ from tests.support.cache_trial import trial_before
 from tests.support.http import whole_or_cut
 from tests.support.scripted_chat import DONE, PROMPT, chat_answer, chat_events, delta, event, meta_of, streamed
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, reply, script
-from tests.support.session_apis import CHATS, RESPONSES, Api
+from tests.support.session_apis import CHATS, RESPONSES, Api, case
 from tests.support.session_trial import CHAT, SessionTrial, session_trial, user
 from tests.support.stage import Stage
 
@@ -33,71 +33,16 @@ async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
 # Logprobs
 
 
-def answered(logprob: Any, *, stream: bool) -> Behaviour:
-    """An answer whose second token has this logprob."""
-    if not stream:
-        meta = meta_of(IDS, output_token_logprobs=[[-0.5, 7, None], [logprob, 8, None]])
-        return script(reply(json.dumps(chat_answer(IDS, meta_info=meta)).encode(), headers=JSON))
-    begun, first, second, *end = chat_events(IDS, ["Hel", "lo"])
+def entry_of(logprob: Any) -> tuple[Any, Any]:
+    """A token's logprob: the logprobs of a chunk, and the entry behind that of the first token in a whole answer."""
     entry = {"token": "", "bytes": [], "logprob": logprob, "top_logprobs": []}
-    second = event([delta("lo", logprobs={"content": [entry]})])
-    return streamed(begun, first, second, *end)
+    return {"content": [entry]}, [[logprob, 8, None]]
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("logprob", [0.5, None, "x", [-0.5], False, "-0.5"], ids=repr)
-@pytest.mark.parametrize("api", CHATS, ids=str)
-async def test_an_invalid_logprob_is_an_error_by_position_and_token(
-    trial: SessionTrial, worker: ScriptedWorker, api: Api, logprob: Any, stream: bool
-) -> None:
-    worker.always(answered(logprob, stream=stream))
-    session = await trial.create("s")
-    got = await whole_or_cut(api.ask(trial, session, 4, stream=stream))
-    assert got.status == (200 if stream else 502)
-    assert b"position 1, token 8" in got.body, got.body
-    assert DONE not in got.body
-    assert await trial.records(session) == []
-
-
-async def test_a_worker_whose_answers_are_invalid_is_counted_and_named(
-    trial: SessionTrial, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = await trial.create()
-    with caplog.at_level(logging.WARNING):
-        for stream in (True, False) * 6:
-            worker.next(answered(0.5, stream=stream))
-            await whole_or_cut(trial.turn(session, [user("Hi")], stream=stream))
-    assert trial.statistics()["invalid_answers"] == {worker.url: 12}
-    named = [each.__dict__["fields"] for each in caplog.records if each.message == "worker_answers_invalid"]
-    assert named == [{"worker": worker.url, "answers": 1}, {"worker": worker.url, "answers": 10}]
-
-
-async def test_a_text_with_an_invalid_logprob_is_not_recorded_and_says_where(
-    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    texts = await trial_before(stage, worker)
-    entries = [[-0.5, 7, None], [0.25, 8, None]]
-    meta = {"id": "r", "finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": entries}
-    worker.always(
-        script(reply(json.dumps({"text": "ok", "output_ids": IDS, "meta_info": meta}).encode(), headers=JSON))
-    )
-    assert (await texts.post("/generate", {"text": "Hi"})).status == 200, "it is the client's all the same"
-    (said,) = [each.__dict__["fields"] for each in caplog.records if each.message == "answer_not_recorded"]
-    assert "position 1, token 8: 0.25 is not a logprob" in said["detail"]
-    assert texts.statistics()["invalid_answers"] == {worker.url: 1}
-
-
-# Lists of logprobs
-
-
-def entry_of(logprob: Any) -> dict[str, Any]:
-    return {"token": "", "bytes": [], "logprob": logprob, "top_logprobs": []}
-
-
-#: What stands in place of the second token's logprob: for a stream, and in a whole answer.
+NUMBERS: dict[str, tuple[Any, Any]] = {repr(each): entry_of(each) for each in (0.5, None, "x", [-0.5], False, "-0.5")}
+#: A router that has seen one of these asks the engine for whole answers from then on.
+MISSING: dict[str, tuple[Any, Any]] = {"missing": ({"content": []}, []), "no logprobs": (None, [])}
 LISTS: dict[str, tuple[Any, Any]] = {
-    "missing": ({"content": []}, []),
-    "no logprobs": (None, []),
     "null among them": ({"content": [None]}, [None]),
     "an empty entry": ({"content": [{}]}, [[]]),
     "a number": ({"content": [-0.5]}, [-0.5]),
@@ -106,25 +51,21 @@ LISTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("odd", LISTS)
-@pytest.mark.parametrize("api", CHATS, ids=str)
-async def test_an_invalid_list_of_logprobs_is_an_error_by_position(
-    trial: SessionTrial, worker: ScriptedWorker, api: Api, odd: str, stream: bool
-) -> None:
-    of_chunk, of_answer = LISTS[odd]
+def answered(odd: tuple[Any, Any], *, stream: bool) -> Behaviour:
+    """An answer whose second token has these logprobs."""
+    of_chunk, of_answer = odd
+    if not stream:
+        meta = meta_of(IDS, output_token_logprobs=[[-0.5, 7, None], *of_answer])
+        return script(reply(json.dumps(chat_answer(IDS, meta_info=meta)).encode(), headers=JSON))
     begun, first, _, *end = chat_events(IDS, ["Hel", "lo"])
-    meta = meta_of(IDS, output_token_logprobs=[[-0.5, 7, None], *of_answer])
-    whole = script(reply(json.dumps(chat_answer(IDS, meta_info=meta)).encode(), headers=JSON))
-    worker.always(streamed(begun, first, event([delta("lo", logprobs=of_chunk)]), *end) if stream else whole)
-    session = await trial.create("s")
-    await is_an_invalid_answer(trial, worker, api, session, b"position 1", stream=stream)
+    return streamed(begun, first, event([delta("lo", logprobs=of_chunk)]), *end)
 
 
 async def is_an_invalid_answer(
     trial: SessionTrial, worker: ScriptedWorker, api: Api, session: str, said: bytes, *, stream: bool
 ) -> None:
     """A turn whose client is told an error, and whose worker is flagged."""
+    before = trial.statistics()["invalid_answers"].get(worker.url, 0)
     got = await whole_or_cut(api.ask(trial, session, 4, stream=stream))
     assert got.status == (200 if stream else 502)
     assert said in got.body, got.body
@@ -132,21 +73,56 @@ async def is_an_invalid_answer(
     for internal in (b"Error(", b"sglext", b"NaN", b"1e400"):
         assert internal not in got.body
     assert await trial.records(session) == []
-    assert trial.statistics()["invalid_answers"] == {worker.url: 1}
+    assert trial.statistics()["invalid_answers"] == {worker.url: before + 1}
 
 
-@pytest.mark.parametrize("number", [b"NaN", b"-1e400", b"-Infinity"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", CHATS, ids=str)
+async def test_an_invalid_logprob_is_an_error_by_position_and_token(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, stream: bool
+) -> None:
+    for kind, odd in {**NUMBERS, **LISTS}.items():
+        with case(kind):
+            worker.always(answered(odd, stream=stream))
+            said = b"position 1, token 8" if kind in NUMBERS else b"position 1"
+            await is_an_invalid_answer(trial, worker, api, await trial.create(), said, stream=stream)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("odd", MISSING.values(), ids=MISSING)
+@pytest.mark.parametrize("api", CHATS, ids=str)
+async def test_a_missing_logprob_is_an_error_by_position(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, odd: tuple[Any, Any], stream: bool
+) -> None:
+    worker.always(answered(odd, stream=stream))
+    await is_an_invalid_answer(trial, worker, api, await trial.create(), b"position 1", stream=stream)
+
+
+async def test_a_worker_whose_answers_are_invalid_is_counted_and_named(
+    trial: SessionTrial, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = await trial.create()
+    with caplog.at_level(logging.WARNING):
+        for stream in (True, False) * 6:
+            worker.next(answered(entry_of(0.5), stream=stream))
+            await whole_or_cut(trial.turn(session, [user("Hi")], stream=stream))
+    assert trial.statistics()["invalid_answers"] == {worker.url: 12}
+    named = [each.__dict__["fields"] for each in caplog.records if each.message == "worker_answers_invalid"]
+    assert named == [{"worker": worker.url, "answers": 1}, {"worker": worker.url, "answers": 10}]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", CHATS, ids=str)
 async def test_a_number_that_json_has_not_is_an_error(
-    trial: SessionTrial, worker: ScriptedWorker, api: Api, number: bytes, stream: bool
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, stream: bool
 ) -> None:
-    if stream:
-        begun, first, second, *end = chat_events(IDS, ["Hel", "lo"])
-        worker.always(streamed(begun, first, second.replace(b'"logprob": -0.5', b'"logprob": ' + number), *end))
-    else:
-        worker.always(script(reply(json.dumps(chat_answer(IDS)).encode().replace(b"-0.5", number), headers=JSON)))
-    await is_an_invalid_answer(trial, worker, api, await trial.create("s"), b"JSON", stream=stream)
+    begun, first, second, *end = chat_events(IDS, ["Hel", "lo"])
+    for number in (b"NaN", b"-1e400", b"-Infinity"):
+        with case(number):
+            odd = second.replace(b'"logprob": -0.5', b'"logprob": ' + number)
+            whole = reply(json.dumps(chat_answer(IDS)).encode().replace(b"-0.5", number), headers=JSON)
+            worker.always(streamed(begun, first, odd, *end) if stream else script(whole))
+            await is_an_invalid_answer(trial, worker, api, await trial.create(), b"JSON", stream=stream)
 
 
 @pytest.mark.parametrize("bad", [b"data: {\n\n", event([delta("lo", logprobs={"content": [{}]})])])
@@ -172,19 +148,22 @@ def completed(number: bytes | None, *, stream: bool) -> Behaviour:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("number", [b"0.5", b"null", b'"-0.5"', b"false", b"[]", b"NaN", None], ids=repr)
 async def test_an_invalid_logprob_of_a_completion_is_an_error(
-    trial: SessionTrial, worker: ScriptedWorker, number: bytes | None, stream: bool
+    trial: SessionTrial, worker: ScriptedWorker, stream: bool
 ) -> None:
-    worker.always(completed(number, stream=stream))
-    said = b"JSON" if number == b"NaN" else b"position 1, token 8"
-    await is_an_invalid_answer(trial, worker, Api("/v1/completions"), await trial.create("s"), said, stream=stream)
+    for number in (b"0.5", b"null", b'"-0.5"', b"false", b"[]", b"NaN", None):
+        with case(number):
+            worker.always(completed(number, stream=stream))
+            said = b"JSON" if number == b"NaN" else b"position 1, token 8"
+            api = Api("/v1/completions")
+            await is_an_invalid_answer(trial, worker, api, await trial.create(), said, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
+        (b", [0.25, 8]", "position 1, token 8: 0.25 is not a logprob"),
         (b", [false, 8]", "position 1, token 8"),
         (b', ["-0.5", 8]', "position 1, token 8"),
         (b", [null, 8]", "position 1, token 8"),
@@ -264,30 +243,26 @@ def usages(api: Api, answers: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("api", [api for api in CHATS if not api.named], ids=str)
 async def test_a_count_that_cannot_be_is_not_passed_on(
-    trial: SessionTrial, worker: ScriptedWorker, api: Api, odd: dict[str, Any], stream: bool
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, stream: bool
 ) -> None:
-    worker.always(counted({**USAGE, **odd}, stream=stream))
     asked: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream and api.path == CHAT else {}
-    got = await api.ask(trial, await trial.create(), 4, stream=stream, **asked)
-    last = usages(api, api.answers(got, stream=stream))[-1]
     most = {"cached": len(PROMPT), "reasoning": 2}
-    for name, count in numbers(last):
-        assert type(count) is int, (name, last)
-        assert 0 <= count <= most.get(name.partition("_")[0], len(PROMPT) + 2), (name, last)
-    assert last.get("total_tokens", len(PROMPT) + 2) == len(PROMPT) + 2
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("usage", ["x", [], 5], ids=repr)
-@pytest.mark.parametrize("api", [api for api in CHATS if not api.named], ids=str)
-async def test_a_usage_that_is_no_object_is_not_passed_on(
-    trial: SessionTrial, worker: ScriptedWorker, api: Api, usage: Any, stream: bool
-) -> None:
-    worker.always(counted(usage, stream=stream))
-    session = await trial.create()
-    got = await api.ask(trial, session, 4, stream=stream)
-    assert all(isinstance(each, dict) for each in usages(api, api.answers(got, stream=stream)))
-    assert len(await trial.records(session)) == 1
+    for kind, odd in ODD.items():
+        with case(kind):
+            worker.always(counted({**USAGE, **odd}, stream=stream))
+            got = await api.ask(trial, await trial.create(), 4, stream=stream, **asked)
+            last = usages(api, api.answers(got, stream=stream))[-1]
+            for name, count in numbers(last):
+                assert type(count) is int, (name, last)
+                assert 0 <= count <= most.get(name.partition("_")[0], len(PROMPT) + 2), (name, last)
+            assert last.get("total_tokens", len(PROMPT) + 2) == len(PROMPT) + 2
+    no_objects: tuple[Any, ...] = ("x", [], 5)
+    for usage in no_objects:
+        with case(usage):
+            worker.always(counted(usage, stream=stream))
+            session = await trial.create()
+            got = await api.ask(trial, session, 4, stream=stream)
+            assert all(isinstance(each, dict) for each in usages(api, api.answers(got, stream=stream)))
+            assert len(await trial.records(session)) == 1

@@ -31,7 +31,6 @@ class Silenced:
         self.process = subprocess.Popen(command, stderr=stderr, stdout=subprocess.DEVNULL)
 
     async def answers(self) -> None:
-        """Until it serves."""
         await until(lambda: self._listens() or self.process.poll() is not None, "the router listens")
         assert (await self.ask("/health")).status == 200
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -84,14 +85,6 @@ async def test_a_worker_that_returns_while_its_old_stream_runs_still_counts_it(s
     assert (await router.ask("GET", "/new")).status == 200
 
 
-async def test_a_removed_worker_that_is_cut_breaks_its_stream_off(stage: Stage) -> None:
-    streaming = await Streaming.start(stage)
-    await remove(streaming.router, streaming.worker)
-    streaming.worker.kill()
-    with pytest.raises(CutReply):
-        await streaming.client.read_part()
-
-
 async def test_draining_waits_for_the_stream_and_takes_nothing_new(stage: Stage) -> None:
     streaming = await Streaming.start(stage)
     router = streaming.router
@@ -105,72 +98,43 @@ async def test_draining_waits_for_the_stream_and_takes_nothing_new(stage: Stage)
     assert (answer.status, answer.json()["worker_urls"], len(router.pool)) == (200, {}, 0)
 
 
-async def test_draining_ends_when_the_client_of_the_last_stream_leaves(stage: Stage) -> None:
-    streaming = await Streaming.start(stage)
-    drained = asyncio.ensure_future(remove(streaming.router, streaming.worker, drain=True))
-    record = streaming.router.worker(streaming.worker)
-    await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
+async def leaves(streaming: Streaming) -> None:
     streaming.client.abort()
-    assert (await soon(drained)).status == 200
 
 
-async def test_draining_ends_when_the_worker_dies(stage: Stage) -> None:
-    streaming = await Streaming.start(stage)
-    drained = asyncio.ensure_future(remove(streaming.router, streaming.worker, drain=True))
-    record = streaming.router.worker(streaming.worker)
-    await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
+async def dies(streaming: Streaming) -> None:
     streaming.worker.kill()
-    assert (await soon(drained)).status == 200
     with pytest.raises(CutReply):
         await streaming.client.read_part()
 
 
-async def test_two_drains_of_one_worker_are_both_answered(stage: Stage) -> None:
-    for _ in range(20):
-        streaming = await Streaming.start(stage)
-        drains = [asyncio.ensure_future(remove(streaming.router, streaming.worker, drain=True)) for _ in range(2)]
-        record = streaming.router.worker(streaming.worker)
-        await until(lambda record=record: record.state is WorkerState.DRAINING, "the worker is draining")  # type: ignore[misc]
-        await streaming.assert_finishes()
-        answered = sorted([(await soon(drained)).status for drained in drains])
-        if answered == [200, 200]:
-            return
-        assert answered == [200, 404], "the second one came when the worker was gone"
-    raise AssertionError("the second one was late each time")
+async def is_removed(streaming: Streaming) -> None:
+    assert (await remove(streaming.router, streaming.worker)).status == 200
+    await streaming.assert_finishes()
 
 
-async def test_removing_a_draining_worker_at_once_answers_both(stage: Stage) -> None:
+async def registers_again(streaming: Streaming) -> None:
+    await streaming.router.ask("POST", f"/add_worker?url={streaming.worker.url}")
+    assert streaming.router.worker(streaming.worker).state is WorkerState.READY
+    await streaming.assert_finishes()
+
+
+async def is_removed_and_registers_again(streaming: Streaming) -> None:
+    await remove(streaming.router, streaming.worker)
+    await registers_again(streaming)
+
+
+@pytest.mark.parametrize("ends", [leaves, dies, is_removed, registers_again, is_removed_and_registers_again])
+async def test_a_drain_is_answered_however_it_ends(stage: Stage, ends: Callable[[Streaming], Awaitable[None]]) -> None:
     streaming = await Streaming.start(stage)
     drained = asyncio.ensure_future(remove(streaming.router, streaming.worker, drain=True))
     record = streaming.router.worker(streaming.worker)
     await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
-    assert (await remove(streaming.router, streaming.worker)).status == 200
-    await streaming.assert_finishes()
-    assert (await soon(drained)).status == 200
-
-
-async def test_registering_a_draining_worker_again_answers_the_drain(stage: Stage) -> None:
-    streaming = await Streaming.start(stage)
-    router = streaming.router
-    drained = asyncio.ensure_future(remove(router, streaming.worker, drain=True))
-    record = router.worker(streaming.worker)
-    await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
-    await router.ask("POST", f"/add_worker?url={streaming.worker.url}")
-    assert record.state is WorkerState.READY
-    await streaming.assert_finishes()
-    assert streaming.worker.url in (await soon(drained)).json()["worker_urls"]
-
-
-async def test_a_drain_that_was_removed_and_registered_again_is_answered(stage: Stage) -> None:
-    streaming = await Streaming.start(stage)
-    router = streaming.router
-    drained = asyncio.ensure_future(remove(router, streaming.worker, drain=True))
-    record = router.worker(streaming.worker)
-    await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
-    await remove(router, streaming.worker)
-    await router.ask("POST", f"/add_worker?url={streaming.worker.url}")
-    await streaming.assert_finishes()
-    await soon(drained)
+    await ends(streaming)
+    answer = await soon(drained)
+    back = ends in (registers_again, is_removed_and_registers_again)
+    assert (answer.status, [*answer.json()["worker_urls"]]) == (200, [streaming.worker.url] if back else [])
+    await stage.nothing_under_way()
 
 
 async def test_a_request_that_loses_its_worker_while_that_is_removed_goes_to_another(stage: Stage) -> None:

@@ -178,13 +178,18 @@ async def test_a_pause_that_cuts_nothing_lasts_between_two_workers_too(stage: St
         assert joined(await moving.answer()) == CARRIED_ON
 
 
-async def test_a_pause_that_cuts_ends_what_waits_between_two_workers(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/pause_generation", {"mode": "abort"}), (ABORT_PATH, {"rid": "the-name-of-a-rollout"})],
+    ids=["a pause that cuts", "an abort"],
+)
+async def test_what_waits_between_two_workers_is_ended(stage: Stage, path: str, fields: dict[str, Any]) -> None:
     """Whoever paused waits for all that runs; a generation between two workers would not come before continue."""
     async with trial(stage, in_one([CUT])) as moving:
         assert (await post(moving.router, "/pause_generation", mode="in_place")).status == 200
         moving.answered.set()
         await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
-        assert (await post(moving.router, "/pause_generation", mode="abort")).status == 200
+        assert (await post(moving.router, path, **fields)).status == 200
         assert (await soon(moving.asking)).json() == CUT
         assert (await post(moving.router, "/continue_generation")).status == 200
 
@@ -258,16 +263,6 @@ async def test_an_aborted_one_that_is_lost_is_not_asked_for_anew(stage: Stage) -
         assert (await post(moving.router, ABORT_PATH, rid="the-name-of-a-rollout")).status == 200
         assert (await moving.answer()).status == 502
         assert len(moving.source.asked) == 2
-
-
-async def test_an_abort_ends_what_waits_between_two_workers(stage: Stage) -> None:
-    async with trial(stage, in_one([CUT])) as moving:
-        assert (await post(moving.router, "/pause_generation", mode="in_place")).status == 200
-        moving.answered.set()
-        await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
-        assert (await post(moving.router, "/abort_request", rid="the-name-of-a-rollout")).status == 200
-        assert (await soon(moving.asking)).json() == CUT
-        assert (await post(moving.router, "/continue_generation")).status == 200
 
 
 async def test_a_client_that_leaves_between_two_workers_ends_it(stage: Stage) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import orjson
 import pytest
 
-from middleware_hub.openai_session.turns.carried_stream import RestStream
-from miles_router.engines.events import Event
-from miles_router.middlewares.generation import Attempt, ChatGeneration
 from tests.support.http import CutReply, RawReply
 from tests.support.scripted_chat import (
     DONE,
@@ -35,6 +31,7 @@ from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
+Answer = TypeVar("Answer")
 HI: list[Any] = [user("What is 17 + 25?")]
 ROLE = event([{**delta("", 0), "delta": {"role": "assistant", "content": ""}}])
 HEL = event([delta("Hel")])
@@ -77,11 +74,18 @@ async def test_a_refusal_behind_a_lost_stream_is_no_answer(stage: Stage, how: st
 async def cut_turn(trial: SessionTrial, worker: ScriptedWorker, session: str, *events: bytes) -> tuple[RawReply, bool]:
     """A turn that a pause cuts with these events, and that the worker would carry on."""
     gate = asyncio.Event()
-    for path in ("/pause_generation", "/continue_generation"):
-        worker.standing[path] = script(reply(b"{}", headers=JSON))
     worker.next(streamed(gate, *events))
     worker.always(streamed(*chat_events([8], ["lo"])))
-    async with under_way(asked(trial, session)) as turn:
+    return await cut_by_a_pause(trial, worker, asked(trial, session), gate)
+
+
+async def cut_by_a_pause(
+    trial: SessionTrial, worker: ScriptedWorker, asking: Coroutine[Any, Any, Answer], gate: asyncio.Event
+) -> Answer:
+    """What is answered to a turn that a pause cuts before the gate opens."""
+    for path in ("/pause_generation", "/continue_generation"):
+        worker.standing[path] = script(reply(b"{}", headers=JSON))
+    async with under_way(asking) as turn:
         await until(lambda: bool(worker.requests), "it was asked")
         assert (await trial.ask("POST", "/pause_generation", {"mode": "abort"})).status == 200
         gate.set()
@@ -153,35 +157,10 @@ async def test_a_cut_whole_answer_that_lacks_something_is_refused(stage: Stage, 
     cut = chat_answer([7], "Hel", finish_reason="abort", meta_info=meta, logprobs={"content": [ENTRY]})
     if not fewer:
         del cut["choices"][0]["index"]
-    for path in ("/pause_generation", "/continue_generation"):
-        worker.standing[path] = script(reply(b"{}", headers=JSON))
     worker.next(script(gate, reply(orjson.dumps(cut), headers=JSON)))
     rest = meta_of([8], prompt_tokens=4)
     worker.always(script(chat_reply([8], "lo", meta_info=rest, logprobs={"content": [ENTRY]})))
-    async with under_way(trial.turn(session, HI, max_tokens=2, n=2 if fewer else 1)) as turn:
-        await until(lambda: bool(worker.requests), "it was asked")
-        assert (await trial.ask("POST", "/pause_generation", {"mode": "abort"})).status == 200
-        gate.set()
-        await until(lambda: trial.router.app.router.gate.held or turn.done(), "it was cut")
-        await trial.ask("POST", "/continue_generation", {})
-        answer = await turn
+    asking = trial.turn(session, HI, max_tokens=2, n=2 if fewer else 1)
+    answer = await cut_by_a_pause(trial, worker, asking, gate)
     assert (answer.status, answer.error_type) == (502, "upstream_error")
     assert await trial.records(session) == []
-
-
-async def test_a_part_keeps_the_text_of_the_chunk_that_ends_it() -> None:
-    shown: list[str] = []
-
-    async def show(text: str, entries: Sequence[Any]) -> None:
-        shown.append(text)
-
-    async def nothing() -> None:
-        """The engine is known."""
-
-    attempt = cast(Attempt, SimpleNamespace(learn_engine=nothing))
-    rest = RestStream(attempt, cast(ChatGeneration, SimpleNamespace(stops=[], given=3)), lambda: "1", show)
-    for text, finish in (("a", None), (" end", "stop")):
-        said = {"index": 0, "delta": {"content": text}, "logprobs": {"content": [ENTRY]}, "finish_reason": finish}
-        await rest.event(Event.read(event([said])))
-    await rest.event(Event.read(told(output_ids=[[1, 2]])))
-    assert (rest.part()["text"], rest.part()["output_ids"], shown) == ("a end", [1, 2], ["a"])

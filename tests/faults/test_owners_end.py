@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import CACHE, JSON, checkpoint
-from tests.support.cluster import Member, cluster
-from tests.support.http import Client, CutReply, RawReply, ask, request
+from tests.support.cluster import cluster
+from tests.support.http import Client, CutReply, RawReply, request
 from tests.support.owned import name_of, names_of
-from tests.support.session_trial import SESSIONS
 from tests.support.waiting import until
 
 OWNED = ["tests.support.owned.Owned"]
@@ -112,45 +109,3 @@ async def test_many_connections_and_owners_leave_no_descriptor_behind() -> None:
             return [files for files, then in zip(now, before, strict=True) if len(files) > then]
 
         await until(lambda: not left(), lambda: f"no descriptor is left: {before} before, and now {left()}")
-
-
-async def test_sessions_of_a_process_that_was_killed_are_lost_by_name() -> None:
-    async with cluster(2, middlewares=[SESSIONS], hf_checkpoint=checkpoint()) as made:
-        first, second = made.members
-        held, other = name_of(1, 2, "held"), name_of(1, 2, "never")
-        reply = await first.ask("POST", "/sessions", body=json.dumps({"session_id": held}).encode())
-        own = reply.json()["owner_url"].replace("router.test", "127.0.0.1")
-        assert own != first.url
-        assert (await ask(own, "GET", f"/sessions/{held}")).status == 200
-        second.kill()
-        again = await made.start(1)
-        for member in (first, again):
-            assert (await member.ask("GET", f"/sessions/{held}")).error_type == "not_found"
-            assert (await member.ask("GET", f"/sessions/{other}")).error_type == "not_found"
-
-
-async def test_a_text_waits_for_a_process_that_is_started_again() -> None:
-    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
-        settings = {"middlewares": [CACHE], "hf_checkpoint": checkpoint()}
-        async with cluster(2, worker.url, **settings) as made:
-            first, second = made.members
-            texts = [f"Question {each}: " for each in range(6)]
-            for member in made.members:
-                await generated(member, "They know each other")
-            second.kill()
-            asked = [asyncio.ensure_future(generated(first, text)) for text in texts]
-            again = await made.start(1)
-            answers = await asyncio.gather(*asked)
-            for text, answer in zip(texts, answers, strict=True):
-                sampled = worker.log.generation(answer["meta_info"]["id"])
-                for member in (first, again):
-                    after = await generated(member, f"{text}{answer['text']} And then?")
-                    held = [*sampled.input_ids, *sampled.output_ids]
-                    assert worker.log.generation(after["meta_info"]["id"]).input_ids[: len(held)] == held
-
-
-async def generated(member: Member, text: str) -> Any:
-    body = {"text": text, "sampling_params": {"max_new_tokens": 6, "ignore_eos": True, "skip_special_tokens": False}}
-    reply = await member.ask("POST", "/generate", JSON, json.dumps(body).encode())
-    assert reply.status == 200, reply.body
-    return reply.json()

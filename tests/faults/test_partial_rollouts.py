@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -37,7 +35,7 @@ from tests.support.resuming import (
     told,
 )
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import RESET, Behaviour, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import RESET, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import soon
 
@@ -94,49 +92,6 @@ async def test_the_answer_to_a_request_that_cannot_be_read_is_counted(stage: Sta
 
 
 # Streams however they are written
-
-Writing = Callable[[Any], str]
-
-
-def other_order(said: dict[str, Any]) -> str:
-    """The index first, the finish reason last."""
-    meta = said["meta_info"]
-    moved = {**{name: meta[name] for name in meta if name != "finish_reason"}, "finish_reason": meta["finish_reason"]}
-    return json.dumps({**{name: said[name] for name in reversed(said)}, "meta_info": moved})
-
-
-WRITINGS: dict[str, Writing] = {
-    "no spaces": lambda said: json.dumps(said, separators=(",", ":")),
-    "spaces": json.dumps,
-    "more spaces": lambda said: json.dumps(said, separators=(" , ", "  :\t")),
-    "another order": other_order,
-}
-
-
-@pytest.mark.parametrize("writing", WRITINGS.values(), ids=WRITINGS)
-@pytest.mark.parametrize("several", [False, True])
-async def test_a_stream_is_carried_on_however_its_engine_writes_json(
-    stage: Stage, writing: Writing, several: bool
-) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    indices = (0, 1) if several else (0,)
-
-    def written(said: dict[str, Any], index: int) -> bytes:
-        return chunk(b"data: %b\n\n" % writing({**said, "index": index} if several else said).encode())
-
-    def cut(paused: asyncio.Event) -> Behaviour:
-        running = [written(answer(range(5, 5 + count)), index) for count in (1, 2, 3) for index in indices]
-        last = [written(answer([5, 6, 7, 8], ABORT), index) for index in indices]
-        return script(EVENTS, *running, paused, *last, *END)
-
-    prompts: Any = [PROMPT, PROMPT] if several else PROMPT
-    generating = await pause(router, one, cut, lambda: generate(router, input_ids=prompts, stream=True))
-    one.goes.extend([script(EVENTS, written(answer([9], length(1), prompt=6), 0), *END) for _ in indices])
-    said = events(await going_on(router, generating))
-    ends = [each for each in said if each["meta_info"]["finish_reason"] is not None]
-    assert [each["output_ids"] for each in ends] == [[5, 6, 7, 8, 9] for _ in indices]
-    assert resumed(router) == (len(indices), 0)
 
 
 # Engines that contradict themselves

@@ -86,7 +86,6 @@ class Storm:
         await until(lambda: self.answered >= enough and time.monotonic() >= due, f"answers behind kill {number}")
 
     def _kill(self) -> None:
-        """Any of its processes, the leader among them."""
         if alive := sorted(self.router.children):
             os.kill(self.dice.choice(alive), signal.SIGKILL)
             self.killed += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 import orjson
@@ -74,7 +73,6 @@ async def engine_and_router(stage: Stage) -> tuple[Engine, RunningRouter]:
 
 
 async def leaving(stage: Stage, router: RunningRouter, engine: Engine, path: str, **fields: Any) -> None:
-    """Send a generation and leave while it runs."""
     before = len(engine.names)
     client: Client = await stage.client(router)
     await client.send(request("POST", path, JSON, orjson.dumps(fields)))
@@ -83,12 +81,14 @@ async def leaving(stage: Stage, router: RunningRouter, engine: Engine, path: str
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses"])
 async def test_a_name_of_a_client_that_left_is_served_at_once(stage: Stage, path: str, stream: bool) -> None:
     engine, router = await engine_and_router(stage)
-    await leaving(stage, router, engine, path, rid="mine", stream=stream)
-    again = posting(router, path, rid="mine", stream=stream)
+    named = {"rid" if path in PATHS else "request_id": "mine"}
+    await leaving(stage, router, engine, path, **named, stream=stream)
+    again = posting(router, path, **named, stream=stream)
     await until(lambda: len(engine.names) == 2 or again.done(), "it is asked again")
+    await until(lambda: engine.aborted == ["mine"], "what was left is aborted")
     engine.may_end.set()
     answer = await again
     assert answer.status == 200
@@ -187,29 +187,6 @@ async def test_one_name_for_a_list_of_prompts_may_be_sent_again(stage: Stage, st
             "length"
         }
         await until(lambda: worker.running == 0, "what was left is aborted")
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_the_request_id_of_responses_may_be_sent_again(stage: Stage, stream: bool) -> None:
-    engine, router = await engine_and_router(stage)
-    await leaving(stage, router, engine, "/v1/responses", request_id="resp_mine", stream=stream)
-    again = posting(router, "/v1/responses", request_id="resp_mine", stream=stream)
-    await until(lambda: len(engine.names) == 2 or again.done(), "it is asked again")
-    await until(lambda: engine.aborted == ["resp_mine"], "what was left is aborted")
-    engine.may_end.set()
-    answer = await again
-    assert answer.status == 200
-    assert b'"resp_mine"' in answer.body
-
-
-async def test_a_uuid_of_a_client_that_left_is_served_at_once(stage: Stage) -> None:
-    engine, router = await engine_and_router(stage)
-    name = uuid.uuid4().hex
-    await leaving(stage, router, engine, "/generate", rid=name)
-    again = posting(router, rid=name)
-    await until(lambda: len(engine.names) == 2 or again.done(), "it is asked again")
-    engine.may_end.set()
-    assert (await again).json()["meta_info"]["id"] == name
 
 
 async def test_an_abort_by_the_client_s_name_ends_the_repeat(stage: Stage) -> None:

@@ -29,6 +29,7 @@ from tests.support.scripted_worker import (
     RESET,
     Behaviour,
     ScriptedWorker,
+    Step,
     chunk,
     chunked_head,
     reply,
@@ -100,32 +101,6 @@ async def test_a_worker_lost_inside_a_stream_breaks_the_agent_s_connection_off(
             assert len(await trial.records(session)) == 1
 
 
-@pytest.mark.parametrize("end", [RESET, CLOSE])
-async def test_a_worker_lost_inside_a_whole_answer_is_an_error(
-    worker: ScriptedWorker, trial: SessionTrial, end: Any
-) -> None:
-    worker.next(script(chat_reply([7, 8])[:-20], end)).always(GOOD)
-    session = await trial.create()
-    answer = await trial.turn(session, HI)
-    assert (answer.status, answer.json()["error"]["type"]) == (502, "upstream_error")
-    await nothing_is_held(trial, session)
-    await the_next_turn_works(trial, session)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_worker_lost_before_it_answers_is_replaced(stage: Stage, stream: bool) -> None:
-    answers = streamed(*HELLO) if stream else GOOD
-    workers = [able(await stage.worker()).always(answers) for _ in range(2)]
-    trial = await session_trial(stage, *workers)
-    session = await trial.create()
-    await trial.turn(session, HI, stream=stream)
-    (home,) = [each for each in workers if each.requests]
-    home.next(script(RESET), script(RESET))  # the first could have been a connection gone stale
-    assert (await trial.turn(session, HI, stream=stream)).status == 200
-    first, second = await trial.records(session)
-    assert (first["worker"], second["worker"]) == (home.url, next(each.url for each in workers if each is not home))
-
-
 # Workers that answer nonsense
 
 
@@ -180,14 +155,19 @@ GARBAGE = {
     "plain text": reply(b"hello", headers=[("Content-Type", "text/plain")]),
     "encoded": reply(b"\x1f\x8b", headers=[*JSON, ("Content-Encoding", "gzip")]),
 }
+LOST: dict[str, tuple[Step, ...]] = {
+    "reset inside": (chat_reply([7, 8])[:-20], RESET),
+    "closed inside": (chat_reply([7, 8])[:-20], CLOSE),
+    "no HTTP": (b"\x16\x03\x01 no http\r\n\r\n", CLOSE),
+}
 
 
 async def test_an_answer_that_cannot_be_recorded_exactly_is_not_given_either(
     worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    for kind, garbage in GARBAGE.items():
+    for kind, steps in {**{kind: (garbage,) for kind, garbage in GARBAGE.items()}, **LOST}.items():
         with case(kind):
-            worker.next(script(garbage)).always(GOOD)
+            worker.next(script(*steps)).always(GOOD)
             session = await trial.create()
             answer = await trial.turn(session, HI)
             assert (answer.status, answer.error_type) == (502, "upstream_error")
@@ -218,33 +198,26 @@ async def test_an_engine_that_was_given_other_ids_than_it_was_sent_is_found_out(
     assert len(await trial.records(session)) == 1
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [reply(b'{"error": "odd"}', headers=JSON), reply(b"hello", headers=[("Content-Type", "text/plain")])],
-    ids=["json", "text"],
-)
+NO_STREAMS = {
+    "json": script(reply(b'{"error": "odd"}', headers=JSON)),
+    "text": script(reply(b"hello", headers=[("Content-Type", "text/plain")])),
+    "compressed": script(
+        chunked_head([*EVENT_STREAM, ("Content-Encoding", "gzip")]), chunk(gzip.compress(b"".join(HELLO))), LAST_CHUNK
+    ),
+}
+
+
 async def test_an_answer_that_is_no_stream_is_no_answer_to_a_stream(
-    worker: ScriptedWorker, trial: SessionTrial, answer: bytes
-) -> None:
-    worker.next(script(answer)).always(GOOD)
-    session = await trial.create()
-    got = await trial.turn(session, HI, stream=True)
-    assert (got.status, got.error_type) == (502, "upstream_error")
-    await nothing_is_held(trial, session)
-    await the_next_turn_works(trial, session)
-
-
-async def test_a_compressed_stream_is_refused_rather_than_passed_unrecorded(
     worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
-    squeezed = gzip.compress(b"".join(HELLO))
-    worker.next(script(chunked_head([*EVENT_STREAM, ("Content-Encoding", "gzip")]), chunk(squeezed), LAST_CHUNK))
-    worker.always(GOOD)
-    session = await trial.create()
-    got = await trial.turn(session, HI, stream=True)
-    assert (got.status, got.error_type) == (502, "upstream_error")
-    await nothing_is_held(trial, session)
-    await the_next_turn_works(trial, session)
+    for kind, answer in NO_STREAMS.items():
+        with case(kind):
+            worker.next(answer).always(GOOD)
+            session = await trial.create()
+            got = await trial.turn(session, HI, stream=True)
+            assert (got.status, got.error_type) == (502, "upstream_error")
+            await nothing_is_held(trial, session)
+            await the_next_turn_works(trial, session)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -256,15 +229,6 @@ async def test_an_answer_comes_in_no_encoding_that_only_the_agent_could_read(
     await trial.turn(session, HI, [("Accept-Encoding", "gzip, br")], stream=stream)
     assert worker.requests[-1].values("accept-encoding") == []
     assert len(await trial.records(session)) == 1
-
-
-async def test_a_worker_that_speaks_no_http_is_an_error(worker: ScriptedWorker, trial: SessionTrial) -> None:
-    worker.next(script(b"\x16\x03\x01 no http\r\n\r\n", CLOSE)).always(GOOD)
-    session = await trial.create()
-    answer = await trial.turn(session, HI)
-    assert (answer.status, answer.error_type) == (502, "upstream_error")
-    await nothing_is_held(trial, session)
-    await the_next_turn_works(trial, session)
 
 
 async def test_a_turn_that_no_worker_can_take_is_no_turn(stage: Stage) -> None:

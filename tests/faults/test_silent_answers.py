@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import socket
-import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -171,47 +170,6 @@ async def test_part_of_a_next_request_does_not_cut_the_answer_before_it(stage: S
 
 
 # Clients as people use them
-
-Ask = Callable[[str], Awaitable[bytes]]
-
-
-def curl(*options: str) -> Ask:
-    async def ask(url: str) -> bytes:
-        process = await asyncio.create_subprocess_exec(
-            "curl", "-sS", "--no-buffer", *options, "-d", BODY.decode(), url, stdout=asyncio.subprocess.PIPE
-        )
-        return (await process.communicate())[0]
-
-    return ask
-
-
-async def python_urllib(url: str) -> bytes:
-    def ask() -> bytes:
-        with urllib.request.urlopen(urllib.request.Request(url, BODY)) as answer:
-            read: bytes = answer.read()
-            return read
-
-    return await asyncio.to_thread(ask)
-
-
-CLIENTS = {
-    "curl": curl(),
-    "curl close": curl("-H", "connection: close"),
-    "curl 1.0": curl("--http1.0"),
-    "curl chunked close": curl("-H", "transfer-encoding: chunked", "-H", "connection: close"),
-    "urllib": python_urllib,
-}
-
-
-@SILENCES
-async def test_a_silent_answer_reaches_clients_as_people_use_them(stage: Stage, silent: Silence) -> None:
-    gate = asyncio.Event()
-    worker = (await stage.worker()).always(silent(gate))
-    router = await stage.router(worker, head_timeout=HEAD_TIMEOUT)
-    asking = {name: asyncio.ensure_future(ask(f"{router.url}/generate")) for name, ask in CLIENTS.items()}
-    await every_timer_has_run_out(stage, router, worker, len(CLIENTS))
-    gate.set()
-    assert {name: await answer for name, answer in asking.items()} == dict.fromkeys(CLIENTS, WHOLE)
 
 
 needs_nginx = pytest.mark.skipif(

@@ -56,7 +56,6 @@ async def events(visit: Visit) -> None:
 
 @asynccontextmanager
 async def streaming(stage: Stage, router: RunningRouter, path: str = "/generate") -> AsyncIterator[Client]:
-    """A client that reads a stream."""
     client = await stage.client(router)
     await client.send(request("POST", path, body=b'{"stream": true}'))
     await client.read_head()
@@ -81,7 +80,6 @@ def checks(worker: ScriptedWorker) -> int:
 
 
 async def silent_for(worker: ScriptedWorker, count: int = MANY) -> None:
-    """Leave so many checks unanswered."""
     worker.model_info = script(HANG)
     asked = checks(worker)
     await until(lambda: checks(worker) >= asked + count, f"{count} checks are asked")

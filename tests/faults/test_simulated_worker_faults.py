@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from urllib.parse import unquote
 
 import aiohttp
 import orjson
 import pytest
-from yarl import URL
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker import cli
+from miles_router.testing.worker.faults import Faults
 from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
@@ -60,7 +61,6 @@ class Wire:
         return cls(reader, writer)
 
     async def answer(self) -> bytes:
-        """The body of a whole answer with a length."""
         head = await soon(self.reader.readuntil(b"\r\n\r\n"))
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         body = await soon(self.reader.readexactly(length))
@@ -107,62 +107,27 @@ async def test_slow_delays_the_first_byte_and_every_further_chunk(
     assert body.endswith(b"data: [DONE]\n\n")
 
 
-async def test_slow_changes_nothing_but_the_time(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
-    worker.faults.slow(first_byte_s=0.01)
-    slow, quick = [await ask(session, worker, {**SHORT, "rid": "x"}) for _ in range(2)]
-    assert slow["output_ids"] == quick["output_ids"]
-    assert [exchange.fault for exchange in worker.log] == ["slow", None]
+#: What is planned, whether the answer is a stream, what comes of it, and whether the connection is reset.
+BREAKS: dict[str, tuple[Callable[[Faults], object], bool, bytes, bool]] = {
+    "inside the head": (Faults.reset_in_headers, False, b"HTTP/1\\.1 200 OK\r\n(?!.*\r\n\r\n).*", True),
+    "inside the body": (lambda faults: faults.reset_in_body(after_bytes=100), False, b".*\r\n\r\n.{100}", True),
+    "inside a stream": (lambda faults: faults.reset_in_body(after_bytes=300), True, b"(?!.*DONE).*data: {.*", True),
+    "at its end": (lambda faults: faults.reset_in_body(after_bytes=10**6), True, b"(?!.*0\r\n\r\n$).*DONE.*", True),
+    "in order": (lambda faults: faults.cut_body(after_bytes=10), False, b".*\r\n\r\n.{10}", False),
+    "without a byte": (Faults.close, False, b"", False),
+    "with no HTTP": (lambda faults: faults.garbage(b"\x00\xff"), False, b"\x00\xff", False),
+}
 
 
-async def test_a_reset_in_the_headers_leaves_half_a_head(worker: SimulatedWorker) -> None:
-    worker.faults.reset_in_headers()
-    received, was_reset = await (await Wire.send(worker)).until_end()
-    assert received.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"\r\n\r\n" not in received
-    assert was_reset
-
-
-@pytest.mark.parametrize(("stream", "after_bytes"), [(False, 1), (False, 100), (True, 300)])
-async def test_a_reset_in_the_body_lets_just_so_many_bytes_through(
-    worker: SimulatedWorker, stream: bool, after_bytes: int
+@pytest.mark.parametrize(("plan", "stream", "left", "resets"), BREAKS.values(), ids=BREAKS)
+async def test_an_answer_is_broken_off_as_planned(
+    worker: SimulatedWorker, plan: Callable[[Faults], object], stream: bool, left: bytes, resets: bool
 ) -> None:
-    worker.faults.reset_in_body(after_bytes=after_bytes)
+    plan(worker.faults)
     received, was_reset = await (await Wire.send(worker, {**SHORT, "stream": stream})).until_end()
-    head, _, body = received.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK")
-    assert was_reset
-    if stream:
-        assert b"data: {" in body
-        assert b"[DONE]" not in body
-        assert after_bytes <= len(body) <= after_bytes + 100, "framing of chunks comes on top"
-    else:
-        assert len(body) == after_bytes
-
-
-async def test_a_stream_is_reset_at_its_byte_and_not_at_its_end(worker: SimulatedWorker) -> None:
-    worker.engine.token_latency_s = 0.001
-    worker.faults.reset_in_body(after_bytes=300)
-    _, was_reset = await (await Wire.send(worker, {**LONG, "stream": True})).until_end()
+    assert (re.fullmatch(left, received, re.DOTALL) is not None, was_reset) == (True, resets), received
     await worker.log.wait_for(lambda log: log.last.done)
-    assert was_reset
-    assert len(worker.log.last.generation.output_ids) < 10
-
-
-async def test_a_cut_body_ends_in_an_orderly_close_before_its_length(worker: SimulatedWorker) -> None:
-    worker.faults.cut_body(after_bytes=10)
-    received, was_reset = await (await Wire.send(worker)).until_end()
-    head, _, body = received.partition(b"\r\n\r\n")
-    assert int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]) > 10
-    assert len(body) == 10
-    assert not was_reset
-
-
-async def test_a_body_shorter_than_the_fault_is_broken_off_at_its_end(worker: SimulatedWorker) -> None:
-    worker.faults.reset_in_body(after_bytes=10**6)
-    received, was_reset = await (await Wire.send(worker, {**SHORT, "stream": True})).until_end()
-    assert b"data: [DONE]" in received
-    assert not received.endswith(b"0\r\n\r\n"), "the stream is not ended as if it were complete"
-    assert was_reset
+    assert not worker.log.last.disconnected, "it is not taken for a client that left"
 
 
 async def test_a_status_comes_with_its_body_and_headers(
@@ -174,19 +139,6 @@ async def test_a_status_comes_with_its_body_and_headers(
         assert response.headers["Retry-After"] == "1"
     assert worker.log.last.status == 503
     assert worker.log.generations == [], "the engine was not asked"
-
-
-async def test_garbage_is_no_http(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
-    worker.faults.garbage(b"\x00\xffnonsense", times=2)
-    received, was_reset = await (await Wire.send(worker)).until_end()
-    assert (received, was_reset) == (b"\x00\xffnonsense", False)
-    with pytest.raises(aiohttp.ClientError):
-        await ask(session, worker)
-
-
-async def test_close_sends_nothing_at_all(worker: SimulatedWorker) -> None:
-    worker.faults.close()
-    assert await (await Wire.send(worker)).until_end() == (b"", False)
 
 
 async def test_faults_end_and_leave_other_paths_alone(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
@@ -207,22 +159,6 @@ async def test_a_worker_that_breaks_off_is_not_taken_for_a_client_that_left(work
 
 
 # Life
-
-
-async def test_refuse_turns_new_connections_away_and_lets_running_requests_end(
-    worker: SimulatedWorker, session: aiohttp.ClientSession
-) -> None:
-    worker.engine.token_latency_s = 0.001
-    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
-    running = asyncio.ensure_future(ask(session, worker, body))
-    await worker.log.wait_for(lambda log: worker.running == 1)
-    await worker.refuse()
-    async with aiohttp.ClientSession() as other:
-        with pytest.raises(aiohttp.ClientConnectorError):
-            await ask(other, worker)
-        assert len((await running)["output_ids"]) == 30
-        await worker.restart()
-        assert (await ask(other, worker))["output_ids"]
 
 
 async def test_kill_resets_every_connection_and_restart_listens_on_the_same_port(worker: SimulatedWorker) -> None:
@@ -254,37 +190,6 @@ async def test_a_client_that_leaves_aborts_its_generation(
         record = worker.log.last.generation
         assert 0 < len(record.output_ids) < 4000
         assert record.finish_reason is None
-
-
-async def test_the_door_knows_what_was_given_and_what_was_sampled(
-    worker: SimulatedWorker, session: aiohttp.ClientSession
-) -> None:
-    body = {**SHORT, "rid": "mine", "return_logprob": True}
-    url = URL(worker.url + "/generate?a=%2F", encoded=True)
-    async with session.post(url, json=body, headers={"X-Thing": "1"}) as response:
-        answer = await response.json()
-    exchange, record = worker.log.last, worker.log.generation("mine")
-    assert (exchange.method, exchange.target, exchange.path) == ("POST", "/generate?a=%2F", "/generate")
-    assert exchange.header("x-thing") == "1"
-    assert exchange.json() == body
-    assert (exchange.rid, exchange.status) == ("mine", 200)
-    assert record.input_ids == worker.tokenizer.encode("Hello")
-    assert record.output_ids == answer["output_ids"]
-    logprobs = answer["meta_info"]["output_token_logprobs"]
-    assert [[value, token] for value, token, _ in logprobs] == [
-        [value, token] for value, token in zip(record.logprobs, record.output_ids, strict=True)
-    ]
-    assert record.finish_reason == {"type": "length", "length": 4}
-    assert worker.log.at("/nowhere") == []
-
-
-async def test_it_says_what_it_is_told_to_once(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
-    worker.say("first")
-    worker.say([65, 66])
-    body = {"text": "Hello", "sampling_params": {}}
-    texts = [(await ask(session, worker, body))["text"] for _ in range(3)]
-    assert texts[:2] == ["first", "AB"]
-    assert texts[2] not in ("first", "AB")
 
 
 async def test_it_registers_itself_once_the_router_answers() -> None:

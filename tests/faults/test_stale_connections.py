@@ -78,13 +78,6 @@ async def test_an_update_does_not_meet_a_connection_that_died_idle(stage: Stage)
     assert answer.status == 200, answer.body
 
 
-async def test_one_request_survives_any_number_of_dead_connections(stage: Stage) -> None:
-    worker, router = await warmed(stage, 5)
-    worker.next(unread(RESET))
-    for _ in range(5):
-        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
-
-
 @pytest.mark.parametrize("end", ["close", "reset"])
 async def test_connections_closed_while_idle_are_forgotten(stage: Stage, end: str) -> None:
     worker, router = await warmed(stage, 3)
@@ -113,20 +106,11 @@ async def test_bytes_that_nobody_asked_for_end_the_connection_and_reach_no_clien
     assert (await router.ask("GET", "/x")).body == b"{}"
 
 
-async def test_the_beginning_of_a_second_reply_is_not_taken_for_that_of_the_next_request(stage: Stage) -> None:
+@pytest.mark.parametrize("behind", [b"HTTP/1.1 500 Unas", reply(b"unasked", 500)], ids=["a beginning", "whole"])
+async def test_a_second_reply_in_the_packet_of_the_first_reaches_no_client(stage: Stage, behind: bytes) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    worker.next(script(reply(b"mine") + b"HTTP/1.1 500 Unas", HANG))
+    worker.next(script(reply(b"mine") + behind, HANG))
     assert (await router.ask("GET", "/x")).body == b"mine"
     assert (await router.ask("GET", "/y")).body == b"{}"
     assert len({id(visit.link) for visit in worker.visits}) == 2
-
-
-async def test_a_second_reply_behind_the_first_reaches_no_client(stage: Stage) -> None:
-    """Two replies in one packet: the second belongs to no request."""
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    worker.next(script(reply(b"mine", headers=[("X-Which", "first")]) + reply(b"unasked", 500)))
-    answer = await router.ask("GET", "/x")
-    assert (answer.status, answer.body, answer.value("x-which")) == (200, b"mine", b"first")
-    assert (await router.ask("GET", "/y")).body == b"{}"

@@ -48,7 +48,6 @@ async def on(directory: Path, count: int, *arguments: str, status: int = 0) -> A
 
 
 async def held(router: RouterProcess) -> asyncio.Task[RawReply]:
-    """A generation that waits at the gate."""
     waiting = asyncio.ensure_future(asked(router, "/generate", **SHORT))
     while (await info(router))["gate"]["held"] != 1:  # noqa: ASYNC110  # each look is a request
         await asyncio.sleep(STEP)

@@ -1,7 +1,9 @@
-"""A worker's stream that ends, in order, before its answer does: no client takes what it got for the whole answer."""
+"""A worker's stream that ends, in order, before its answer does: no client takes what it got for the whole answer, gets
+what is internal, and nothing is learned from it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +23,16 @@ from tests.support.stage import Stage
 
 APIS = [Api(path) for path in FIELDS]
 apis = pytest.mark.parametrize("api", APIS, ids=str)
+#: Bytes that are missing at the end of the last event.
+MISSING = (1, 2, 3, 20, 60)
+#: What stands in the engine's events alone.
+INTERNAL = (b"sglext", b"input_ids", b"output_ids", b"token_ids", b'logprob"')
+MARKS = (b"[DONE]", b"message_stop", b"response.completed", b"response.incomplete")
 #: What a stream ends with, where its answer has not ended.
 ENDS = {"without [DONE]": (), "with [DONE]": (DONE,)}
 
 
 def completion(text: str, token: int, finish: str | None = None, index: int = 0) -> bytes:
-    """An event of `/v1/completions`."""
     ids = {"token_ids": [token], "prompt_token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-0.5]}}
     return event([{"index": index, "text": text, "finish_reason": finish, "matched_stop": None, **ids}])
 
@@ -39,7 +45,6 @@ def hello(api: Api) -> list[bytes]:
 
 
 def given(*events: bytes) -> Any:
-    """A stream of events that ends in order."""
     return script(chunked_head(EVENT_STREAM), *map(chunk, events), LAST_CHUNK)
 
 
@@ -76,17 +81,9 @@ async def test_a_stream_that_ends_before_its_answer_is_broken_off(
             await api.ask(trial, session, 8, stream=True)
         told = broken.value.reply.body
         assert b"without a finish reason" in told
+        assert api.path != RESPONSES or b'"type":"response.failed"' in told, "as its clients know it"
         assert not any(mark in told for mark in (b"[DONE]", b"message_stop", b"response.completed"))
         await nothing_is_held(trial, session)
-
-
-@apis
-async def test_an_empty_reply_is_no_stream(worker: ScriptedWorker, trial: SessionTrial, api: Api) -> None:
-    worker.next(script(reply(b"", headers=EVENT_STREAM)))
-    session = await trial.create()
-    with pytest.raises(CutReply):
-        await api.ask(trial, session, 8, stream=True)
-    await nothing_is_held(trial, session)
 
 
 @apis
@@ -157,6 +154,72 @@ async def test_official_clients_raise(worker: ScriptedWorker, trial: SessionTria
                 await stream.get_final_message()
 
 
+# Inside an event
+
+
+async def is_broken_off(trial: SessionTrial, api: Api) -> None:
+    """A turn whose client learns that its stream has broken off, and gets nothing internal."""
+    session = await trial.create()
+    with pytest.raises(CutReply) as broken:
+        await api.ask(trial, session, 8, stream=True)
+    told = broken.value.reply.body
+    assert b"error" in told
+    assert not any(mark in told for mark in (*INTERNAL, *MARKS)), told
+    await nothing_is_held(trial, session)
+
+
+@apis
+async def test_a_stream_that_ends_inside_its_last_event_is_broken_off(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing is learned of its engine."""
+    for last, missing in itertools.product(("the ids", "the finish reason"), MISSING):
+        with case(last, missing):
+            *begun, cut = hello(api)[: None if last == "the ids" else -1]
+            worker.next(given(*begun, cut[:-missing]))
+            await is_broken_off(trial, api)
+    assert "streams_are_buffered" not in [each.message for each in caplog.records]
+    worker.next(given(*hello(api), DONE))
+    session = await trial.create()
+    assert (await api.ask(trial, session, 8, stream=True)).status == 200
+    assert len(await trial.records(session)) == 1
+
+
+@pytest.mark.parametrize("api", [Api(CHAT), Api("/v1/messages"), Api("/v1/responses")], ids=str)
+async def test_a_stream_that_ends_in_front_of_its_ids_is_broken_off(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
+) -> None:
+    worker.next(given(*hello(api)[:-1])).always(given(*hello(api), DONE))
+    await is_broken_off(trial, api)
+    session = await trial.create()
+    assert (await api.ask(trial, session, 8, stream=True)).status == 200, "as a stream"
+    assert len(await trial.records(session)) == 1
+
+
+@apis
+async def test_a_last_line_without_its_empty_line_ends_the_stream(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
+) -> None:
+    for end in (DONE[:-1], DONE[:-2], b"\n", DONE + b"\n"):
+        worker.next(given(*hello(api), end))
+        session = await trial.create()
+        answer = await api.ask(trial, session, 2, stream=True)
+        assert any(mark in answer.body[-60:] for mark in (b"[DONE]\n\n", b"message_stop", b"response.incomplete"))
+        assert len(await trial.records(session)) == 1
+
+
+@apis
+async def test_what_comes_behind_the_end_is_not_given_to_the_client(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
+) -> None:
+    worker.next(given(*hello(api), DONE)).next(given(*hello(api), DONE, event([], sglext={"output_ids": [[7]]})[:-2]))
+    session, other = await trial.create(), await trial.create()
+    good = await api.ask(trial, session, 2, stream=True)
+    longer = await api.ask(trial, other, 2, stream=True)
+    assert longer.body.count(b"data:") == good.body.count(b"data:")
+    assert not any(mark in longer.body for mark in INTERNAL)
+
+
 # Whole answers
 
 
@@ -194,7 +257,6 @@ async def test_a_whole_answer_with_fewer_choices_than_asked_is_an_error(
 
 
 def generated(finish: str | None) -> bytes:
-    """An event of `/generate`."""
     meta = {
         "id": "r1",
         "finish_reason": finish and {"type": finish, "length": 1},
@@ -217,24 +279,16 @@ async def ask_generate(stage: Stage, worker: ScriptedWorker, *, traced: bool) ->
 async def test_a_stream_of_generate_without_its_end_is_broken_off(
     stage: Stage, worker: ScriptedWorker, traced: bool
 ) -> None:
-    for events in ([], [generated(None)], [generated(None)] * 3):
-        worker.next(given(*events))
+    for events, end in itertools.product(([], [generated(None)], [generated(None)] * 3), [(), *([(DONE,)] * traced)]):
+        worker.next(given(*events, *end))
         with pytest.raises(CutReply):
             await ask_generate(stage, worker, traced=traced)
-
-
-async def test_a_traced_stream_without_a_finish_reason_is_broken_off(stage: Stage, worker: ScriptedWorker) -> None:
-    for events in ([], [generated(None)], [generated(None)] * 3):
-        worker.next(given(*events, DONE))
-        with pytest.raises(CutReply):
-            await ask_generate(stage, worker, traced=True)
-
-
-@pytest.mark.parametrize("traced", [False, True], ids=["untraced", "traced"])
-async def test_a_whole_stream_of_generate_passes(stage: Stage, worker: ScriptedWorker, traced: bool) -> None:
-    worker.next(given(generated(None), generated("length"), DONE))
-    answer = await ask_generate(stage, worker, traced=traced)
-    assert (answer.status, answer.body.endswith(DONE)) == (200, True)
+    for missing in MISSING if traced else ():
+        with case(missing):
+            worker.next(given(generated(None), generated("length")[:-missing]))
+            with pytest.raises(CutReply) as broken:
+                await ask_generate(stage, worker, traced=True)
+            assert b"output_token_logprobs" not in broken.value.reply.body
 
 
 def untraced(api: Api) -> list[bytes]:
@@ -284,11 +338,3 @@ async def test_an_untraced_error_is_the_end(stage: Stage, worker: ScriptedWorker
     error = b'data: {"type": "error", "error": {"message": "out of memory"}}\n\n'
     worker.next(given(*untraced(api)[:1], error, DONE))
     assert b"out of memory" in (await ask_untraced(stage, worker, api)).body
-
-
-async def test_a_responses_client_learns_of_a_failure(worker: ScriptedWorker, trial: SessionTrial) -> None:
-    worker.next(given(*hello(Api(CHAT))[:2], DONE))
-    session = await trial.create()
-    with pytest.raises(CutReply) as broken:
-        await Api(RESPONSES).ask(trial, session, 8, stream=True)
-    assert b'"type":"response.failed"' in broken.value.reply.body

@@ -31,7 +31,6 @@ class Rollouts:
         self.texts = [f"Rollout {number}:" for number in range(6)]
 
     async def run(self, url: str, number: int) -> None:
-        """Until the router is gone."""
         async with aiohttp.ClientSession(url) as http:
             with contextlib.suppress(aiohttp.ClientError):
                 while True:

@@ -31,7 +31,6 @@ READY, QUARANTINED = WorkerState.READY, WorkerState.QUARANTINED
 async def before(
     stage: Stage, settings: dict[str, Any] | None = None, **flags: Any
 ) -> AsyncIterator[tuple[RunningRouter, SimulatedVLLM]]:
-    """A router with one worker."""
     async with SimulatedVLLM(checkpoint(), **flags).running() as worker:
         yield await stage.router(worker.url, **(settings or {})), worker
 

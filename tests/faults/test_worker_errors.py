@@ -54,6 +54,15 @@ async def test_redirects_are_the_clients_business(stage: Stage) -> None:
     assert len(worker.requests) == len(statuses)
 
 
+async def test_a_not_modified_reply_that_names_a_length_does_not_hold_the_client(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    for _ in range(2):
+        worker.next(script(head(304, [("Content-Length", "500")])))
+        assert (await client.ask("GET", "/cached")).status == 304
+
+
 async def test_not_modified_and_no_content_end_without_a_body(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
@@ -62,12 +71,3 @@ async def test_not_modified_and_no_content_end_without_a_body(stage: Stage) -> N
         worker.next(script(head(status, [("ETag", '"a"')])))
         answer = await client.ask("GET", "/cached")
         assert (answer.status, answer.body, answer.value("etag")) == (status, b"", b'"a"')
-
-
-async def test_a_not_modified_reply_that_names_a_length_does_not_hold_the_client(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    client = await stage.client(router)
-    for _ in range(2):
-        worker.next(script(head(304, [("Content-Length", "500")])))
-        assert (await client.ask("GET", "/cached")).status == 304

@@ -39,7 +39,6 @@ async def timed(made: Engine, prompts: list[list[int]], tokens: int, key: str) -
 
 
 async def costs(made: Engine, dice: random.Random, largest: int) -> dict[str, Any]:
-    """All tables. A figure is the median of three."""
     capacity = int((await made.facts())["max_total_num_tokens"])
     report: dict[str, Any] = {"kv_capacity_tokens": capacity, "prefill": [], "decode": []}
     await timed(made, [prompt(dice, 512)], 8, "warm")

@@ -93,7 +93,6 @@ def chunks(requests: int, tokens: int, cached: int, chunk: int) -> Iterator[list
 
 
 def fit(report: Mapping[str, Any]) -> Gpu:
-    """The GPU of a report."""
     measured = points(report)
     prices: dict[str, float] = {}
     for group, names in FITTED.items():

@@ -38,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(outcome: Outcome) -> str:
-    """What was seen and done, and the verdict."""
     lines = [f"{count:10}  {name}" for name, count in sorted(outcome.counts.items())]
     late = judged(outcome.looks)
     if late:
@@ -53,7 +52,6 @@ def table(outcome: Outcome) -> str:
 
 
 def plot(looks: Sequence[Look], path: Path) -> None:
-    """Memory and descriptors over time."""
     import matplotlib
 
     matplotlib.use("Agg")

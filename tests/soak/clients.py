@@ -79,7 +79,6 @@ class Clients:
         return data
 
     def name(self) -> str:
-        """Another one each time."""
         self._number += 1
         return f"n{self.prefix}{self._number}"
 

@@ -37,7 +37,6 @@ class Outcome:
 async def soak(
     seconds: float, round_seconds: float, *, seed: int, leak_bytes: int = 0, say: Callable[[str], None] = print
 ) -> Outcome:
-    """Run for so long, and judge."""
     outcome, oracle = Outcome(), Oracle()
     async with fleet(WORKERS, leak_bytes=leak_bytes) as made:
         start, number = time.monotonic(), 0

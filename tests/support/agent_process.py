@@ -36,7 +36,6 @@ class Run:
 
 
 async def run_agent(command: Sequence[str], directory: Path, home: Path, environment: Mapping[str, str]) -> Run:
-    """One task in a directory. The agent has this environment and nothing of ours beside."""
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=directory,
@@ -55,7 +54,6 @@ async def run_agent(command: Sequence[str], directory: Path, home: Path, environ
 
 
 def work_file(parent: Path, text: str) -> Path:
-    """A file with this text, in a directory of its own that an agent may work in."""
     file = parent / "work" / "a.txt"
     file.parent.mkdir()
     file.write_text(text, encoding="utf-8")
@@ -63,7 +61,6 @@ def work_file(parent: Path, text: str) -> Path:
 
 
 def home_beside(directory: Path) -> Path:
-    """A home of its own for who works in a directory."""
     home = directory.with_name(f"{directory.name}.home")
     home.mkdir(exist_ok=True)
     return home

@@ -138,7 +138,6 @@ class Improvised(Script):
 
 
 def improvised_for(kind: str) -> Mapping[str, Any]:
-    """The same of a worker that improvises."""
     if kind == "long":
         return LONG
     asked = dict(TEXTS.get(kind, {}))
@@ -181,7 +180,6 @@ class Agent:
         self._sent: list[int] = []  # how many messages each turn of this history was sent with
 
     async def run(self, turns: int, events: Mapping[int, str]) -> None:
-        """The whole episode."""
         for turn in range(turns):
             event = EVENTS[events[turn]] if turn in events else Agent._ask
             answer = await event(self, self._kind())

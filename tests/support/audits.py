@@ -37,12 +37,10 @@ class Said(NamedTuple):
 
 
 async def audited(trial: SessionTrial, *flags: str) -> Said:
-    """The command over a router's episodes."""
     return await audited_at(trial.router.url, *flags)
 
 
 async def audited_at(url: str, *flags: str) -> Said:
-    """The command over the episodes of the router at a URL."""
     said = io.StringIO()
 
     def command() -> int:
@@ -80,19 +78,16 @@ def layer_of(trial: SessionTrial, attribute: str) -> Any:
 
 
 def turns_of(trial: SessionTrial, session: str) -> list[Turn]:
-    """The turns that the router holds."""
     turns: list[Turn] = layer_of(trial, "store").store.get(session).turns
     return turns
 
 
 def text_rollouts(trial: SessionTrial) -> list[TextRollout]:
-    """The text rollouts that the router holds."""
     layer = layer_of(trial, "cache")
     return [] if layer is None else list(layer._rollouts)
 
 
 async def forget_all(trial: SessionTrial) -> None:
-    """Have the router hold nothing."""
     for session in (await trial.ask("GET", "/sessions")).json()["sessions"]:
         await trial.ask("DELETE", f"/sessions/{session['session_id']}")
     while layer_of(trial, "cache").cache.evict_one():
@@ -114,7 +109,6 @@ def damaged(trial: SessionTrial, episode: str, change: Callable[[Piece], Piece])
 
 
 def spoil(held: object, name: str, value: object) -> None:
-    """Overwrite a field behind the router's back, also where the object is immutable."""
     object.__setattr__(held, name, value)
 
 
@@ -143,7 +137,6 @@ def shifted(piece: Piece) -> Piece:
 
 
 def foreign(piece: Piece) -> Piece:
-    """Other tokens with the same logprobs."""
     assert piece.logprobs is not None
     ids = np.random.default_rng(7).integers(1000, 40_000, len(piece))  # within every vocabulary here
     return Piece.sampled(ids, piece.logprobs, piece.version)

@@ -20,14 +20,12 @@ UNKNOWN = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
 
 
 def named(name: str, arguments: str = "", index: int = 0) -> bytes:
-    """The event in which the engine names a call."""
     function = {"name": name, "arguments": arguments}
     call = {"id": f"call_{name}", "index": index, "type": "function", "function": function}
     return event([{**delta(None, 0), "delta": {"tool_calls": [call]}}])
 
 
 def grown(arguments: str, index: int = 0) -> bytes:
-    """An event with more arguments of a call."""
     call = {"id": None, "index": index, "type": "function", "function": {"name": None, "arguments": arguments}}
     return event([{**delta(None, 0), "delta": {"tool_calls": [call]}}])
 

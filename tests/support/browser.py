@@ -47,7 +47,6 @@ CHANNELS = {"Runtime.exceptionThrown": "exceptions", "Page.javascriptDialogOpeni
 
 
 def program() -> str:
-    """The browser of this machine."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         raise RuntimeError("chromium is absent, which tests of pages need: on Debian, apt-get install chromium")
@@ -97,7 +96,6 @@ class Browser:
 
     @asynccontextmanager
     async def page(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> AsyncIterator[Page]:
-        """An empty page with cookies and storage of its own."""
         context = (await self.send("Target.createBrowserContext"))["browserContextId"]
         made = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
         attached = await self.send("Target.attachToTarget", targetId=made["targetId"], flatten=True)
@@ -114,7 +112,6 @@ class Browser:
             del self._pages[attached["sessionId"]]
 
     async def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """What the browser answers to a command."""
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": parameters}
@@ -195,11 +192,9 @@ class Page:
     _loaded: int = 0
 
     async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the protocol to this page."""
         return await self._browser.send(method, self._session, **parameters)
 
     def hear(self, method: str, told: dict[str, Any]) -> None:
-        """An event of the page."""
         if method == "Page.loadEventFired":
             self._loaded += 1
         elif method in CHANNELS:
@@ -210,7 +205,6 @@ class Page:
             self.asked.append(told["request"]["url"])
 
     async def open(self, url: str) -> None:
-        """Go to an address, and wait until it is loaded."""
         before = self._loaded
         answer = await self.send("Page.navigate", url=url)
         assert "errorText" not in answer, answer
@@ -235,18 +229,15 @@ class Page:
         )
 
     async def text(self, selector: str) -> str:
-        """The text of the first element of a selector."""
         found: str = await self.value(f"document.querySelector({json.dumps(selector)}).textContent")
         return found
 
     async def press(self, key: str, *, ctrl: bool = False) -> None:
-        """A key, down and up."""
         told = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": CTRL if ctrl else 0}
         for kind in ("rawKeyDown", "keyUp"):
             await self.send("Input.dispatchKeyEvent", type=kind, **told)
 
     async def hover(self, selector: str) -> None:
-        """The pointer over the middle of an element."""
         await self._mouse("mouseMoved", *await self._middle(selector))
 
     async def click(self, selector: str) -> None:
@@ -257,7 +248,6 @@ class Page:
             await self._mouse(kind, x, y, button="left", clickCount=1)
 
     async def choose(self, selector: str, value: str) -> None:
-        """An option of a select, or the text of an input."""
         given, at = json.dumps(value), json.dumps(selector)
         await self.value(
             f"(() => {{ const at = document.querySelector({at}); at.value = {given}; "

@@ -50,7 +50,6 @@ class Trial:
         return await self.router.ask("POST", path, headers or JSON, raw)
 
     async def generate(self, **body: Any) -> Any:
-        """One good answer."""
         answer = await self.post("/generate", {"sampling_params": SHORT, **body})
         assert answer.status == 200, answer.body
         return answer.json()
@@ -62,7 +61,6 @@ class Trial:
 
     @property
     def log(self) -> list[Exchange]:
-        """What has come to the worker's `/generate`."""
         assert self.worker is not None
         return self.worker.log.at("/generate")
 
@@ -75,7 +73,6 @@ class Trial:
 
 
 async def trial_before(stage: Stage, worker: SimulatedWorker | ScriptedWorker, **options: Any) -> Trial:
-    """A router with the cache before a worker."""
     middlewares = (MiddlewareSpec(CACHE, options),)
     url = worker.url if isinstance(worker, SimulatedWorker) else worker
     router = await stage.router(url, middlewares=middlewares, hf_checkpoint=checkpoint())
@@ -84,13 +81,11 @@ async def trial_before(stage: Stage, worker: SimulatedWorker | ScriptedWorker, *
 
 @asynccontextmanager
 async def simulated_trial(stage: Stage, **worker_options: Any) -> AsyncIterator[Trial]:
-    """The same with a simulated worker of its own."""
     async with SimulatedWorker(tokenizer=checkpoint(), **worker_options) as worker:
         yield await trial_before(stage, worker)
 
 
 async def ask_worker(url: str, body: Any) -> RawReply:
-    """`/generate`, straight from a worker."""
     return await ask(url, "POST", "/generate", JSON, json.dumps(body).encode())
 
 

@@ -173,7 +173,6 @@ def family_tokenizer(family: str) -> Any:
 
 
 def with_template(template: str, name: str = "qwen3") -> Any:
-    """A tokenizer with a chat template of one's own."""
     made = copy.copy(tokenizer(name))
     made.chat_template = template
     return made
@@ -187,7 +186,6 @@ def whole(renderer: Renderer, messages: Sequence[Mapping[str, Any]], context: Co
 
 
 def checkpoint(directory: Path, model_type: str) -> str:
-    """A directory that says what model it holds."""
     (directory / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
     return str(directory)
 
@@ -210,14 +208,12 @@ TEXTS = (
 
 
 def call(rng: random.Random, call_id: str) -> Message:
-    """A tool call as OpenAI's API writes it."""
     name = rng.choice(("search", "add"))
     arguments = rng.choice(('{"q": "x"}', '{ "n":1,"q":"é" }', '{"q":"<|im_end|>"}', "{}"))
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def answer(rng: random.Random, *, calls: int = 0, turn: int = 0) -> Message:
-    """An answer with so many calls."""
     message: Message = {"role": "assistant", "content": rng.choice(TEXTS[:4])}
     if rng.random() < 0.7:
         message["reasoning_content"] = rng.choice(TEXTS[:4])
@@ -228,7 +224,6 @@ def answer(rng: random.Random, *, calls: int = 0, turn: int = 0) -> Message:
 
 
 def results(rng: random.Random, message: Message) -> list[Message]:
-    """What the tools that a message calls say."""
     return [
         {"role": "tool", "tool_call_id": each["id"], "name": each["function"]["name"], "content": rng.choice(TEXTS)}
         for each in message["tool_calls"]

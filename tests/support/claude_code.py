@@ -27,12 +27,10 @@ EDITING, COUNTING = 2, 4
 
 @functools.cache
 def program() -> Path:
-    """The program for this machine."""
     return npm_program("claude-code", PACKAGE, VERSION, "claude")
 
 
 async def claude_code(base_url: str, prompt: str, directory: Path, *options: str, **environment: str) -> Run:
-    """One task in a directory, with a home of its own beside it."""
     command = [str(program()), "-p", prompt, "--dangerously-skip-permissions", *options]
     settings = {**ENVIRONMENT, "ANTHROPIC_BASE_URL": base_url, **environment}
     return await run_agent(command, directory, home_beside(directory), settings)

@@ -46,7 +46,6 @@ class Member:
         self.url = ""
 
     async def serves(self) -> None:
-        """Until it listens."""
         await until(lambda: self._banner() or self.process.poll() is not None, "a banner")
         assert self.process.poll() is None, self.log()
         self.url = self._banner()
@@ -56,11 +55,9 @@ class Member:
         return found[1] if found else ""
 
     def log(self) -> str:
-        """What it has written."""
         return Path(self._log.name).read_text(encoding="utf-8")
 
     async def ask(self, method: str, target: str, headers: Pairs = (), body: bytes | None = None) -> RawReply:
-        """One request on a connection of its own."""
         return await ask(self.url, method, target, headers, body)
 
     def open_files(self) -> list[str]:
@@ -90,7 +87,6 @@ class Cluster:
         self.members: list[Member] = []
 
     async def start(self, index: int) -> Member:
-        """Start one, again if it was there."""
         name = self._directory / f"{index}-{len(list(self._directory.glob('*.log')))}.log"
         file = self._stack.enter_context(name.open("wb"))
         urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in self._sockets]
@@ -111,7 +107,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 async def cluster(
     count: int, *workers: str, middlewares: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[Cluster]:
-    """So many processes before these workers."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster-")))
         made = Cluster(directory, count, stack, {"worker_urls": workers, "middlewares": middlewares, **settings})
@@ -121,7 +116,6 @@ async def cluster(
 
 
 def main() -> None:
-    """One process."""
     asked = json.loads(sys.argv[1])
     index, directory, urls = asked.pop("index"), Path(asked.pop("directory")), asked.pop("urls")
     sock = socket.socket(fileno=asked.pop("sock"))

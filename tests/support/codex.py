@@ -37,12 +37,10 @@ stream_max_retries = 0
 
 @functools.cache
 def program() -> Path:
-    """The program for this machine."""
     return npm_program("codex", PACKAGE, VERSION, "vendor/*/bin/codex")
 
 
 async def codex(base_url: str, prompt: str, directory: Path, *options: str, model: str = UNKNOWN_MODEL) -> Run:
-    """One task in a directory, with a home of its own beside it."""
     home = home_beside(directory)
     (home / "config.toml").write_text(CONFIG.format(model=model, base_url=base_url), encoding="utf-8")
     return await run_agent([str(program()), *OPTIONS, *options, prompt], directory, home, {"CODEX_HOME": str(home)})

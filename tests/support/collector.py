@@ -42,21 +42,17 @@ class Collector:
 
     @property
     def requests(self) -> list[Received]:
-        """As they came."""
         return [each for each in self.server.requests if each.path == PATH]
 
     def messages(self) -> list[Any]:
-        """What they say."""
         return [ExportTraceServiceRequest.FromString(each.body) for each in self.requests]
 
     def spans(self, name: str | None = None) -> list[CollectedSpan]:
-        """All spans, or those of a name, in their order of arrival."""
         parts = [part for message in self.messages() for part in message.resource_spans]
         found = [_read(span) for part in parts for scope in part.scope_spans for span in scope.spans]
         return [span for span in found if name in (None, span.name)]
 
     async def come(self, name: str, count: int) -> list[CollectedSpan]:
-        """So many spans of a name."""
         await until(lambda: len(self.spans(name)) >= count, f"{count} spans {name}")
         return self.spans(name)
 

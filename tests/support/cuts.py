@@ -32,7 +32,6 @@ async def new_version(trial: SessionTrial, version: str) -> None:
 
 
 async def continue_(trial: SessionTrial, version: str | None = None) -> None:
-    """With new weights, if there is a version."""
     if version is not None:
         await new_version(trial, version)
     await _order(trial, "/continue_generation")
@@ -81,7 +80,6 @@ async def lose(trial: SessionTrial, brake: Brake) -> None:
 
 
 async def update_within(trial: SessionTrial, said: str, version: str) -> None:
-    """Cut what the only simulated worker samples right behind this text, and give it new weights."""
     engine = trial.worker.engine
     brake = Brake(engine)
     brake.when = lambda generation: said in engine.model.tokenizer.decode(generation.output_ids)

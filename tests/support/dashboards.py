@@ -54,7 +54,6 @@ async def sum_of(trial: ExpertsTrial, session: str, result: str = "42", **made: 
 
 
 async def update_weights(trial: ExpertsTrial, version: str) -> None:
-    """The fleet has these weights from now on."""
     answer = await trial.ask("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
     assert answer.status == 200, answer.body
 
@@ -82,7 +81,6 @@ async def a_run(trial: ExpertsTrial) -> None:
 
 
 async def got(trial: Any, path: str) -> Any:
-    """What the router says at a path."""
     answer = await trial.router.ask("GET", f"/router/{path}")
     assert answer.status == 200, answer.body
     return answer.json()
@@ -103,13 +101,11 @@ async def dashboard(browser: Browser, url: str, address: str = "#/fleet", **how:
 
 
 async def go(page: Page, address: str) -> None:
-    """To another view, until it is shown."""
     await page.value(f"location.hash = {json.dumps(address)}")
     await page.until(f"{LIVE} && {SHOWN} === {json.dumps(address)}")
 
 
 async def cells(page: Page, grid: str) -> list[list[str]]:
-    """The texts of the rows that are drawn."""
     found: list[list[str]] = await page.value(
         f"[...document.querySelectorAll('#{grid} .rows [role=row]')].map((row) => "
         "[...row.children].map((cell) => cell.textContent))"
@@ -118,7 +114,6 @@ async def cells(page: Page, grid: str) -> list[list[str]]:
 
 
 async def table(page: Page, name: str) -> list[list[str]]:
-    """The texts of a table's body."""
     found: list[list[str]] = await page.value(
         f"[...document.querySelectorAll('#{name} tbody tr')].map((row) => "
         "[...row.children].map((cell) => cell.textContent))"

@@ -21,7 +21,6 @@ class EventReader:
 
 
 def events_of(body: bytes) -> list[Any]:
-    """Those of a stream, which must have ended in order."""
     assert body.endswith(DONE), body[-200:]
     return EventReader().feed(body)
 

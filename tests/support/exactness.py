@@ -96,7 +96,6 @@ async def retrieve(session: aiohttp.ClientSession, **asked: Any) -> dict[str, An
 
 
 async def retrieve_binary(session: aiohttp.ClientSession, **asked: Any) -> Arrays:
-    """The same as safetensors, read by the official library."""
     async with session.post("/retrieve_from_text", json=asked, headers={"Accept": "application/octet-stream"}) as reply:
         assert (reply.status, reply.content_type) == (200, "application/octet-stream")
         return binary_arrays(await reply.read())

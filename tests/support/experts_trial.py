@@ -47,7 +47,6 @@ def tokens_of(generation: GenerationRecord) -> list[int]:
 
 
 def experts_of(sample: Any) -> npt.NDArray[Any]:
-    """The array in a sample."""
     told = sample["routed_experts"]
     assert set(told) == {"dtype", "shape", "data"}
     flat: npt.NDArray[Any] = np.frombuffer(base64.b64decode(told["data"], validate=True), told["dtype"])
@@ -56,7 +55,6 @@ def experts_of(sample: Any) -> npt.NDArray[Any]:
 
 
 def array_of(answer: RawReply) -> npt.NDArray[Any]:
-    """The array in a raw answer, by its headers."""
     assert answer.status == 200, answer.body
     assert answer.value("content-type") == b"application/octet-stream"
     shape = [int(each) for each in (answer.value("x-shape") or b"").split(b",")]
@@ -70,7 +68,6 @@ class ExpertsTrial(SessionTrial):
         return await self.ask("POST", path, body, headers)
 
     async def generate(self, **body: Any) -> Any:
-        """One good answer."""
         answer = await self.post("/generate", {"sampling_params": SHORT, **body})
         assert answer.status == 200, answer.body
         return answer.json()
@@ -79,11 +76,9 @@ class ExpertsTrial(SessionTrial):
         return await self.post("/routed_experts", asked)
 
     async def rows(self, **asked: Any) -> npt.NDArray[Any]:
-        """What is delivered."""
         return array_of(await self.deliver(**asked))
 
     async def refused(self, **asked: Any) -> tuple[int, str, str]:
-        """Status, type and message of what is not delivered."""
         answer = await self.deliver(**asked)
         assert answer.status != 200, answer.head
         return answer.status, answer.error_type, answer.json()["error"]["message"]
@@ -95,11 +90,9 @@ class ExpertsTrial(SessionTrial):
 
     @property
     def held(self) -> dict[str, Any]:
-        """The numbers of the keeper."""
         return dict(self.router.app.router.statistics["routed_experts"]())
 
     async def metric(self, name: str) -> float:
-        """One of its numbers, as Prometheus is told."""
         return await metric(self.router, f"miles_router_routed_experts_{name}")
 
     async def missing(self) -> dict[str, int]:
@@ -111,7 +104,6 @@ class ExpertsTrial(SessionTrial):
         return told
 
     def generations(self, path: str | None = None) -> list[GenerationRecord]:
-        """All that the only worker has generated, in their order."""
         exchanges: Sequence[Exchange] = self.worker.log.at(path) if path else list(self.worker.log)
         return [generation for exchange in exchanges for generation in exchange.generations]
 
@@ -162,7 +154,6 @@ async def simulated_experts(
     worker_class: type[SimulatedWorker] = SimulatedWorker,
     **worker: Any,
 ) -> AsyncIterator[ExpertsTrial]:
-    """The same with one simulated worker of its own."""
     async with worker_class(**{"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1", **worker}) as started:
         yield await experts_trial(stage, started, around=around, options=options, **(settings or {}))
 
@@ -214,7 +205,6 @@ def generated(ids: Sequence[int], experts: str | None, *, rid: str = "r1", **fie
 
 
 def compact(answer: object) -> bytes:
-    """JSON as engines write it."""
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
@@ -223,5 +213,4 @@ def event_of(answer: object) -> bytes:
 
 
 def in_one(answer: object) -> bytes:
-    """The reply with it."""
     return reply(compact(answer), headers=JSON)

@@ -32,7 +32,6 @@ PROBING: dict[str, Any] = {
 
 
 async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
-    """A JSON request and its answer."""
     return await router.ask("POST", path, JSON, orjson.dumps(fields))
 
 
@@ -47,14 +46,12 @@ def gate(router: RunningRouter) -> Gate:
 
 
 def requests_of(router: RunningRouter) -> InFlight:
-    """The requests in flight in a router of one process."""
     found = router.app.router.control.requests
     assert isinstance(found, OwnRequests)
     return found.in_flight
 
 
 async def held(router: RunningRouter, count: int) -> None:
-    """Wait until exactly `count` requests wait at the gate."""
     await until(lambda: gate(router).held == count, f"{count} wait at the gate, not {gate(router).held}")
 
 
@@ -77,12 +74,10 @@ async def info(router: RunningRouter) -> dict[str, Any]:
 
 
 async def states(router: RunningRouter) -> dict[str, str]:
-    """The state of each worker as `/router/info` shows it."""
     return {worker["url"]: worker["state"] for worker in (await info(router))["workers"]}
 
 
 async def shown(router: RunningRouter, worker: ScriptedWorker) -> tuple[str, str]:
-    """State and reason of a worker."""
     (found,) = [each for each in (await info(router))["workers"] if each["url"] == worker.url]
     return found["state"], found["reason"]
 
@@ -102,7 +97,6 @@ class HasUrl(Protocol):
 
 
 async def becomes(router: RunningRouter, worker: HasUrl, state: WorkerState) -> None:
-    """Wait until a worker is in a state."""
     record = router.pool.get(worker.url)
     await until(lambda: record.state is state, f"{record!r} is {state.value}")
 
@@ -123,6 +117,5 @@ def asked(worker: ScriptedWorker) -> list[str]:
 
 @asynccontextmanager
 async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
-    """Two simulated workers."""
     async with SimulatedWorker(**settings) as first, SimulatedWorker(**settings) as second:
         yield first, second

@@ -53,14 +53,12 @@ class ForkedRouter:
         self._status = status
 
     def poll(self) -> int | None:
-        """Its exit status, once it has ended."""
         with contextlib.suppress(OSError, ValueError):
             return int(self._status.read_text())
         return None
 
     @property
     def returncode(self) -> int | None:
-        """As `poll`."""
         return self.poll()
 
     def send_signal(self, sent: signal.Signals) -> None:
@@ -70,7 +68,6 @@ class ForkedRouter:
                 os.kill(self.pid, sent)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
@@ -107,7 +104,6 @@ def _forking() -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Fork a router for each line."""
     for name in WANTED:
         importlib.import_module(name)
     vars(one)["subprocess"] = SimpleNamespace(Popen=_Forked, DEVNULL=subprocess.DEVNULL)
@@ -196,17 +192,14 @@ class _Forked:
             one.main(pipe)
 
     def wait(self) -> int:
-        """Its exit status."""
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
 
     def terminate(self) -> None:
-        """Tell it to end."""
         os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
         os.kill(self.pid, signal.SIGKILL)
 
 

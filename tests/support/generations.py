@@ -89,13 +89,11 @@ class Generating:
         self._events = EventReader()
 
     def feed(self, data: bytes) -> None:
-        """More of a stream."""
         for event in self._events.feed(data):
             if "output_ids" in event:
                 _take(self.all[event.get("index", 0)], event, more=self._incremental)
 
     def end(self, body: bytes) -> None:
-        """The whole reply."""
         answers = orjson.loads(body)
         answers = answers if isinstance(answers, list) else [answers]
         assert len(answers) == len(self.all), "one answer for each sample"
@@ -176,7 +174,6 @@ class NewVersion:
 
 
 def whole_chat(body: dict[str, Any], reply: bytes) -> Iterator[Generation]:
-    """The choices of an answer."""
     for choice in orjson.loads(reply)["choices"]:
         meta = choice["meta_info"]
         triples = meta["output_token_logprobs"]

@@ -30,11 +30,9 @@ class RawReply:
     informational: list[int] = field(default_factory=list)
 
     def values(self, name: str) -> list[bytes]:
-        """All values of the header `name`, in order."""
         return [value for key, value in self.headers if key.lower() == name.lower().encode()]
 
     def value(self, name: str) -> bytes | None:
-        """The only value of the header `name`, or None."""
         values = self.values(name)
         assert len(values) < 2, f"{name} came {len(values)} times"
         return values[0] if values else None
@@ -128,11 +126,9 @@ class Client:
         await soon(self._writer.drain())
 
     def half_close(self) -> None:
-        """Send nothing more, and read on."""
         self._writer.write_eof()
 
     def abort(self) -> None:
-        """Leave at once."""
         self._writer.transport.abort()
 
     def reset(self) -> None:
@@ -144,7 +140,6 @@ class Client:
     async def ask(
         self, method: str, target: str, headers: Pairs = (), body: bytes | None = None, *, version: str = "1.1"
     ) -> RawReply:
-        """Send a request and read its whole reply."""
         await self.send(request(method, target, headers, body, version=version))
         return await self.read(method)
 
@@ -225,7 +220,6 @@ class Client:
         return await self._step(self._reader.read(2**20)) if self._framing == "close" else b""
 
     async def read_raw(self) -> bytes:
-        """The next bytes as they come."""
         return await soon(self._reader.read(2**16))
 
     async def closed(self) -> bytes:

@@ -25,7 +25,6 @@ JSON = [("Content-Type", "application/json")]
 
 
 def written(directory: Path, layers: Sequence[tuple[str, dict[str, Any]]], **settings: Any) -> Path:
-    """A configuration with these middlewares."""
     path = directory / "router.yaml"
     middlewares = [{"path": each, "options": options} for each, options in layers]
     path.write_text(json.dumps({"middlewares": middlewares, **settings}), encoding="utf-8")
@@ -36,7 +35,6 @@ def written(directory: Path, layers: Sequence[tuple[str, dict[str, Any]]], **set
 async def layered(
     config: Path, *workers: SimulatedWorker, count: int = 2, expect_status: int = 0, start: Start | None = None
 ) -> AsyncIterator[Processes]:
-    """A router of so many processes by this configuration."""
     urls, given = [each.url for each in workers], ("--config", str(config))
     start = start or partial(fork_router, tokenizer=_checkpoint(config))
     async with processes(urls, *given, count=count, expect_status=expect_status, start=start) as router:
@@ -80,7 +78,6 @@ async def post(url: str, path: str, body: Any = None, *headers: tuple[str, str])
 
 
 async def listed(url: str) -> list[str]:
-    """The sessions that a process lists."""
     while (reply := await ask(url, "GET", "/sessions")).status == 503:  # as of `post`
         pass
     return sorted(each["session_id"] for each in reply.json()["sessions"])

@@ -48,7 +48,6 @@ class Part:
         os.set_blocking(self._status, False)
 
     async def serves(self) -> None:
-        """Until it does its part."""
         told = b""
 
         def ready() -> bool:
@@ -61,7 +60,6 @@ class Part:
         await until(ready, "it does its part")
 
     def log(self) -> str:
-        """What it has written."""
         return self._log.read_text(encoding="utf-8")
 
     def send(self, kind: signal.Signals) -> None:
@@ -71,7 +69,6 @@ class Part:
             self.process.wait()
 
     def close(self) -> None:
-        """End it."""
         if self._status >= 0:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
@@ -80,7 +77,6 @@ class Part:
         self.listener.close()
 
     async def ask(self, method: str, target: str, **fields: Any) -> RawReply:
-        """One request on a connection of its own."""
         return await ask(self.url, method, target, JSON, orjson.dumps(fields) if method == "POST" else None)
 
     async def answers(self, method: str, target: str, status: int = 200, **fields: Any) -> RawReply:
@@ -106,7 +102,6 @@ class Wire:
         self._port = port
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
         there, back = await asyncio.open_connection(HOST, self._port)
         relaying = [self._relay(reader, back, self.sent), self._relay(there, writer, bytearray())]
         await asyncio.gather(*relaying, return_exceptions=True)
@@ -156,7 +151,6 @@ def _commits(state: Path) -> bool:
 
 
 def term(state: Path) -> int:
-    """Of the leader that decides."""
     with contextlib.closing(sqlite3.connect(state / "control.sqlite")) as connection:
         epoch: int = connection.execute("SELECT epoch FROM slot").fetchone()[0]
         return epoch
@@ -175,13 +169,11 @@ class RunningMachines:
         self.nodes = [self.part(f"node-{index}") for index in range(count)]
 
     def part(self, name: str) -> Part:
-        """A place for a process."""
         part = Part(self._directory / f"{name}.log", listen(HOST, 0))
         self._stack.callback(part.close)
         return part
 
     async def start(self) -> None:
-        """Start all."""
         self.start_control()
         for index in range(len(self.nodes)):
             self.start_node(index)
@@ -223,7 +215,6 @@ class RunningMachines:
 
 @contextlib.asynccontextmanager
 async def machines(count: int = 2, *, lease: float, **settings: Any) -> AsyncIterator[RunningMachines]:
-    """So many machines."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="machines-")))
         made = RunningMachines(directory, stack, count, lease, settings)

@@ -11,18 +11,15 @@ from tests.support.http import ask
 
 
 def samples(text: str, name: str, **labels: str) -> list[Sample]:
-    """Those of a name with these labels, and perhaps others."""
     found = [each for family in text_string_to_metric_families(text) for each in family.samples if each.name == name]
     return [each for each in found if labels.items() <= each.labels.items()]
 
 
 def total(text: str, name: str, **labels: str) -> float:
-    """The sum of all samples of a name with these labels."""
     return sum(each.value for each in samples(text, name, **labels))
 
 
 async def metrics(url: str) -> str:
-    """The text of a router."""
     answer = await ask(url, "GET", "/metrics")
     assert answer.status == 200, answer.body
     return answer.body.decode()

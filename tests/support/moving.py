@@ -77,7 +77,6 @@ class MovingScene:
     asked: dict[str, asyncio.Task[RawReply]] = field(default_factory=dict)
 
     def ask(self, rid: str, *headers: tuple[str, str], **fields: Any) -> None:
-        """A generation of this name."""
         body = request(rid, **fields)
         self.asked[rid] = spawn(
             self.router.ask("POST", "/generate", [*JSON, *headers], orjson.dumps(body)), name=f"a client's {rid}"
@@ -94,7 +93,6 @@ class MovingScene:
         await until(lambda: self.holds.holds(count), f"{count} are held")
 
     async def open(self) -> None:
-        """The target joins."""
         assert (await post(self.router, f"/add_worker?url={self.target.url}")).status == 200
 
     async def moved(self, count: int) -> None:
@@ -103,31 +101,25 @@ class MovingScene:
         assert self.numbers["moved_generations"] == count
 
     async def end(self) -> dict[str, dict[str, Any]]:
-        """Let everything end; the answers."""
         self.holds.on = self.held_there.on = False
         return {rid: (await soon(asking)).json() for rid, asking in self.asked.items()}
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What the router has counted."""
         found = self.router.app.router.metrics.numbers()
         return {name: found[name] for name in ("moved_generations", "unmoved_generations")}
 
     @property
     def ended(self) -> int:
-        """How many have been answered."""
         return sum(each.done() for each in self.asked.values())
 
     def unmoved(self, reason: str) -> int:
-        """How many stayed for this reason."""
         return self.router.app.router.metrics.unmoved_generations[reason]
 
     def aborts(self) -> list[str]:
-        """What the source was told to abort."""
         return [orjson.loads(each.body)["rid"] for each in self.source.log if each.path == ABORT]
 
     async def uncut(self, rid: str, **fields: Any) -> dict[str, Any]:
-        """What one go gives."""
         reply = await ask(self.reference.url, "POST", "/generate", JSON, orjson.dumps(request(rid, **fields)))
         found: dict[str, Any] = reply.json()
         return found

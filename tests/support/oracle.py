@@ -55,12 +55,10 @@ class Arrays:
 
 
 def given_arrays(ids: Sequence[int]) -> Arrays:
-    """Tokens that nobody sampled."""
     return Arrays(list(ids), [0.0] * len(ids), [0] * len(ids), [None] * len(ids))
 
 
 def sampled_arrays(generation: Generation) -> Arrays:
-    """The tokens of one reply, as they left the worker."""
     assert generation.logprob_ids == generation.sampled, "logprobs were asked for and are of these tokens"
     logprobs = [float(np.float32(value)) for value in generation.logprobs]
     count = len(generation.sampled)
@@ -360,7 +358,6 @@ def difference(account: Account, retrieved: Arrays) -> str:
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How far two sequences agree."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:
         return high

@@ -37,13 +37,11 @@ class Outside:
 
     @property
     def info(self) -> dict[str, Any]:
-        """`GET /router/info`."""
         found: dict[str, Any] = json.loads(self.text("/router/info"))
         return found
 
     @property
     def app(self) -> Shown:
-        """A `RouterApp`."""
         parts = {"gate": Gate, "pool": Pool, "metrics": Counters, "statistics": Numbers}
         return Shown(self, router=Shown(self, **{name: part(self) for name, part in parts.items()}))
 

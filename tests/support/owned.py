@@ -81,7 +81,6 @@ def names_of(index: int, count: int, prefix: str = "n") -> Iterator[str]:
 
 
 def name_of(index: int, count: int, prefix: str = "n") -> str:
-    """One of them."""
     return next(names_of(index, count, prefix))
 
 

@@ -66,15 +66,12 @@ class Halves:
         return events_of(reply.body)[-1] if body.get("stream") else reply.json()
 
     def generating(self, **body: Any) -> asyncio.Task[RawReply]:
-        """The same beside the test."""
         return spawn(self.generate(**body), name="a client")
 
     def asked(self, worker: HalfWorker, path: str = "/generate") -> list[Any]:
-        """The bodies that a worker was sent."""
         return [exchange.json() for exchange in worker.log.at(path)]
 
     def truth(self, at: int = 0) -> GenerationRecord:
-        """What a decode half sampled last."""
         return self.decodes[at].log.generations[-1]
 
     async def prefilling(self, count: int = 1) -> None:
@@ -101,7 +98,6 @@ class Halves:
             self.brakes[worker].on = True
 
     def release(self) -> None:
-        """Let all go on."""
         for brake in self.brakes.values():
             brake.on = False
 
@@ -139,7 +135,6 @@ async def halves(
 
 
 async def register(router: RunningRouter, worker: HalfWorker, **attributes: str) -> RawReply:
-    """A half joins."""
     said = "&".join(f"{name}={value}" for name, value in {**worker.registration, **attributes}.items())
     reply = await router.ask("POST", f"/add_worker?{said}")
     assert reply.status == 200, reply.body

@@ -35,7 +35,6 @@ class Persistence:
         self._http = aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(total=PATIENCE))
 
     async def close(self) -> None:
-        """Its connections."""
         await self._http.close()
 
     async def ask(self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST") -> bytes:
@@ -61,7 +60,6 @@ class Persistence:
 
 
 def events(body: bytes) -> list[Any]:
-    """Those of a stream that ended."""
     return [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
 
 
@@ -74,7 +72,6 @@ class Agent:
     answers: list[str] = field(default_factory=list)
 
     async def run(self, client: Persistence, going: Callable[[], bool]) -> None:
-        """Turn by turn, whole and streamed."""
         self.messages.append(user(f"Count for {self.name}."))
         while going():
             stream = len(self.answers) % 2 == 1
@@ -120,7 +117,6 @@ class Rollout:
     answered: list[list[tuple[str, str]]] = field(default_factory=list)  # by text: its turns' ids and whole texts
 
     async def run(self, client: Persistence, going: Callable[[], bool]) -> None:
-        """Turn by turn, whole and streamed."""
         params = {"max_new_tokens": 8, "ignore_eos": True, "skip_special_tokens": False}  # all of it is seen
         while going():
             text, turns = f"Rollout {self.name}, text {len(self.answered)}:", list[tuple[str, str]]()

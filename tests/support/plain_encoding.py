@@ -19,7 +19,6 @@ class PlainEncoding:
         self._bos: int | None = tokenizer.bos_token_id
 
     def whole(self, text: str) -> list[list[int]]:
-        """The ids of a text from its beginning."""
         ids: list[int] = self._backend.encode(text).ids
         return [ids[1:] if self._bos is not None and ids[:2] == [self._bos, self._bos] else ids]
 
@@ -44,7 +43,6 @@ class PlainEncoding:
         return token in self._skipped
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
-        """The text of ids that stand behind others."""
         return str(self._continuing.decode(self._shown_as(ids), skip_special_tokens=skip_special))
 
     def _shown_as(self, ids: list[int]) -> list[int]:

@@ -50,7 +50,6 @@ class PlainEngine:
 
 @contextlib.asynccontextmanager
 async def plain_engine() -> AsyncIterator[PlainEngine]:
-    """Serve one under uvicorn's own HTTP server, as SGLang is served."""
     engine = PlainEngine()
     config = uvicorn.Config(engine.app, lifespan="off", ws="none", log_config=None, access_log=False)
     async with serving(config, listen("127.0.0.1", 0)) as (_, engine.url):

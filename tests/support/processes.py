@@ -46,7 +46,6 @@ class Processes:
         return {each.pid: each for each in found if is_alive(each)}
 
     async def data(self) -> list[int]:
-        """The process ids of those that take requests."""
         found: list[int] = (await self.info())["processes"]
         return found
 
@@ -57,7 +56,6 @@ class Processes:
         return f"http://127.0.0.1:{port}"
 
     async def control(self) -> int:
-        """The process id of the leader."""
         (found,) = self.children.keys() - set(await self.data())
         return found
 
@@ -66,17 +64,14 @@ class Processes:
         await self.shows(lambda info: len(info["processes"]) == self.count and len(self.children) == self.count + 1)
 
     async def kill(self, process: int, sent: signal.Signals = signal.SIGKILL) -> None:
-        """End a process, and wait until it is gone."""
         os.kill(process, sent)
         await until(lambda: process not in self.children, f"{process} has ended")
 
     async def ask(self, method: str, target: str, **fields: Any) -> RawReply:
-        """One request on a connection of its own."""
         body = orjson.dumps(fields) if fields or method == "POST" else None
         return await ask(self.url, method, target, JSON if body else (), body)
 
     async def post(self, target: str, **fields: Any) -> RawReply:
-        """A JSON request."""
         return await self.ask("POST", target, **fields)
 
     def generating(self, count: int) -> list[asyncio.Task[RawReply]]:
@@ -84,12 +79,10 @@ class Processes:
         return [asyncio.ensure_future(self.post("/generate", **HI)) for _ in range(count)]
 
     async def info(self) -> dict[str, Any]:
-        """`GET /router/info`."""
         found: dict[str, Any] = (await self.ask("GET", "/router/info")).json()
         return found
 
     async def in_flight(self) -> dict[str, int]:
-        """Requests in flight by worker."""
         return {each["url"]: each["in_flight"] for each in (await self.info())["workers"]}
 
     async def shows(self, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from miles_router.forwarding.upstream import Upstream
 
 
 def quiet_fleet(*, failure_threshold: int = 1) -> Fleet:
-    """Without workers."""
     upstream, pool = Upstream(), WorkerPool(failure_threshold=failure_threshold)
     return Fleet(
         pool=pool,

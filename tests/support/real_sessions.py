@@ -75,5 +75,4 @@ async def edit(
 
 
 def versions_in(sample: Any) -> list[str]:
-    """The weight versions that sampled it, in order."""
     return [version for version, _ in groupby(span["version"] for span in sample["weight_versions"])]

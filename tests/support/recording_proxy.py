@@ -69,7 +69,6 @@ class RecordingProxy:
 
     @property
     def generations(self) -> list[Generation]:
-        """Those of `/generate` whose end has come, in its order."""
         return sorted((each for each in self.begun if each.finish is not None), key=lambda each: each.answered)
 
     async def __aenter__(self) -> RecordingProxy:
@@ -156,7 +155,6 @@ class RecordingProxy:
                     yield each
 
     def chats_broken_off(self) -> int:
-        """Those whose client left."""
         return sum(not exchange.ended for exchange in self._chats())
 
     def _chats(self) -> Iterator[Exchange]:

@@ -19,13 +19,11 @@ from tests.support.sessions import Scene
 
 
 def asked(scene: Scene, given: Any = "Hi", *, system_anywhere: bool = True, **fields: Any) -> ResponsesRequest:
-    """A request, read."""
     request = {"model": "m", "input": given, **fields}
     return read(request, Responses.of(scene.session), system_anywhere=system_anywhere)
 
 
 def messages(scene: Scene, given: Any, **fields: Any) -> list[Any]:
-    """The chat messages that a request means."""
     return list(asked(scene, given, **fields).fields["messages"])
 
 
@@ -49,14 +47,12 @@ class Written:
         self._scene.record(self._plan, self._scene.generated(self._plan, dict(said), finish=self._finish))
 
     def whole(self) -> dict[str, Any]:
-        """The response of a whole answer."""
         self._record(self._said)
         choice = {"index": 0, "message": self._said, "finish_reason": self._finish}
         answer = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
         return dict(orjson.loads(orjson.dumps(ResponsesWriter(self.envelope).write_answer(answer))))
 
     def events(self, deltas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The events for an answer that comes in these deltas."""
         writer, growing, written = ResponsesWriter(self.envelope), GrowingMessage(), b""
         for delta in [{"role": "assistant", "content": ""}, *deltas]:
             growing.add(delta)

@@ -34,5 +34,4 @@ class StateDirectories:
 
     @property
     def directory(self) -> Path:
-        """Of the last one."""
         return self._place / str(self._number)

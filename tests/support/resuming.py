@@ -45,7 +45,6 @@ def in_one(answers: Sequence[object]) -> bytes:
 
 
 def told(*answers: object) -> Behaviour:
-    """A go that is answered in one piece."""
     return script(in_one(answers))
 
 
@@ -54,7 +53,6 @@ def event(said: object) -> bytes:
 
 
 def streamed(*answers: object) -> Behaviour:
-    """A go that is answered event by event."""
     return script(EVENTS, *map(event, answers), *END)
 
 

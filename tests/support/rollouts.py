@@ -63,7 +63,6 @@ class Rollouts:
     last: dict[tuple[int, int], Turn] = field(default_factory=dict)
 
     async def run(self) -> None:
-        """All groups at once."""
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=10 * PATIENCE)
         async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
@@ -110,7 +109,6 @@ class Rollouts:
 
 
 def first_prompt(group: int) -> str:
-    """What a group begins with."""
     subject = SUBJECTS[group % len(SUBJECTS)]
     return f"<|im_start|>user\nTell me about {subject}, {group}.<|im_end|>\n<|im_start|>assistant\n"
 

@@ -51,7 +51,6 @@ REQUEST_TASKS = ("request", "watch client", "connect ", "probe ")
 
 
 def use_processes(count: int) -> None:
-    """Run routers under test on so many processes."""
     global _processes
     _processes = count
 
@@ -113,7 +112,6 @@ class RunningRouter:
 
     @property
     def connections(self) -> tuple[Any, ...]:
-        """Its clients' connections, as the process host knows them."""
         return tuple(self._server.server_state.connections)
 
     async def probed(self) -> None:
@@ -122,11 +120,9 @@ class RunningRouter:
         await until(known, "the workers' weight versions")
 
     def worker(self, scripted: ScriptedWorker) -> Worker:
-        """The pool's record of a scripted worker."""
         return self.pool.get(scripted.url)
 
     async def ask(self, method: str, target: str, headers: Pairs = (), body: bytes | None = None) -> RawReply:
-        """One request on a connection of its own."""
         return await ask(self.url, method, target, headers, body)
 
     def _note(self, transition: Transition) -> None:
@@ -161,7 +157,6 @@ class RouterOfProcesses(RunningRouter):
 
     @property
     def app(self) -> Any:
-        """What is shown of it."""
         return Outside(self.url, self._key, self._hidden).app
 
     @property
@@ -294,7 +289,6 @@ class RouterProcess:
     _terminated: bool = False
 
     def stderr(self) -> str:
-        """What it has written so far."""
         if not self.log.closed:
             self.log.seek(0)
             self._written = self.log.read().decode()
@@ -302,7 +296,6 @@ class RouterProcess:
 
     @property
     def memory(self) -> int:
-        """Resident bytes."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def terminate(self) -> None:
@@ -312,7 +305,6 @@ class RouterProcess:
             self.process.send_signal(signal.SIGTERM)
 
     async def stop(self) -> int:
-        """SIGTERM; the exit status."""
         self.terminate()
         await until(lambda: self.process.poll() is not None, "the router has ended")
         assert self.process.returncode is not None
@@ -367,7 +359,6 @@ async def router_process(
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody takes connections at `url`."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET) as attempt:
         return attempt.connect_ex((parts.hostname, parts.port)) != 0

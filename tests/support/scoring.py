@@ -29,7 +29,6 @@ class Client(WorkerClient):
         self.router = router
 
     async def refused(self, path: str, /, **payload: Any) -> str:
-        """What is said of a request that no engine can serve."""
         answer = await self.ask("POST", path, payload)
         assert (answer.status, answer.json["error"]["type"]) == (501, "unsupported_by_engine"), answer.body
         return str(answer.json["error"]["message"])

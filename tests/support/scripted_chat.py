@@ -76,7 +76,6 @@ def chat_answer(ids: Sequence[int], text: str = "ok", **choice: Any) -> dict[str
 
 
 def chat_reply(ids: Sequence[int], text: str = "ok", **choice: Any) -> bytes:
-    """The reply with it."""
     return reply(json.dumps(chat_answer(ids, text, **choice)).encode(), headers=JSON)
 
 
@@ -99,7 +98,6 @@ def delta(text: str | None, tokens: int = 1, *, index: int = 0, **fields: Any) -
 
 
 def finish_event(reason: str) -> bytes:
-    """The event that ends the only choice."""
     return event([{**delta(None, 0), "delta": {}, "finish_reason": reason}])
 
 
@@ -151,7 +149,6 @@ def failed_stream(message: str) -> Behaviour:
 
 
 def cut_answer(*, stream: bool) -> Behaviour:
-    """An answer, `Hel`, that the engine broke off."""
     *begun, _, ids, done = chat_events([7], ["Hel"])
     if stream:
         return streamed(*begun, finish_event("abort"), ids, done)

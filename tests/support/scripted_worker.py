@@ -55,7 +55,6 @@ class Received:
     body: bytes = b""
 
     def values(self, name: str) -> list[bytes]:
-        """All values of the header `name`, in order."""
         return [value for key, value in self.headers if key.lower() == name.lower().encode()]
 
     @property
@@ -70,12 +69,10 @@ class Received:
 
 
 def head(status: int = 200, headers: Pairs = (), reason: str = "OK") -> bytes:
-    """Status line and headers."""
     return "\r\n".join([f"HTTP/1.1 {status} {reason}", *(f"{n}: {v}" for n, v in headers), "", ""]).encode("latin-1")
 
 
 def reply(body: bytes = b"{}", status: int = 200, headers: Pairs = (), reason: str = "OK") -> bytes:
-    """A whole reply with a Content-Length."""
     return head(status, [*headers, ("Content-Length", str(len(body)))], reason) + body
 
 
@@ -141,7 +138,6 @@ class Visit:
         await self.link.writer.drain()
 
     async def read_body(self) -> bytes:
-        """The request body, once; it ends up in `request.body`."""
         if not self._body_read:
             self._body_read = True
             self.request.body = await _read_body(self.link.reader, self.request)
@@ -184,7 +180,6 @@ Behaviour = Callable[[Visit], Awaitable[None]]
 
 
 def script(*steps: Step) -> Behaviour:
-    """Read the request, then do `steps`."""
     return lambda visit: visit.run((BODY, *steps))
 
 
@@ -236,7 +231,6 @@ class ScriptedWorker:
         return sum(link.busy for link in self.links)
 
     async def listen(self) -> None:
-        """Take connections (again), on the same port as before."""
         async with self._binding:
             if self._server is None:
                 loop = asyncio.get_running_loop()
@@ -272,7 +266,6 @@ class ScriptedWorker:
             await asyncio.wait(tasks)
 
     def met(self, link: Link) -> None:
-        """A connection was made."""
         self.links.add(link)
         self.connections += 1
         link.task = spawn(self._serve(link), name="scripted worker")

@@ -183,7 +183,6 @@ def _check_sample(sample: Sample, line: Sequence[Turn]) -> Counter[tuple[str, in
 
 
 def arrays_of(sample: Sample) -> Arrays:
-    """A sample's arrays, its spans of versions spread over the positions."""
     versions: list[str | None] = [None] * len(sample["tokens"])
     for run in sample["weight_versions"]:
         versions[run["start"] : run["end"]] = [run["version"]] * (run["end"] - run["start"])

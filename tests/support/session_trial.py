@@ -63,7 +63,6 @@ def tool_result(call: Any, text: str) -> Message:
 
 
 def message_of(answer: Any, choice: int = 0) -> Message:
-    """The message of a whole answer, as agents put it back into their history."""
     message: Message = answer["choices"][choice]["message"]
     return message
 
@@ -85,7 +84,6 @@ class SessionTrial:
         return await self.router.ask(method, path, [*JSON, *headers], raw)
 
     async def create(self, session: str | None = None, **fields: Any) -> str:
-        """A new session's id."""
         named = {"session_id": session} if session is not None else {}
         answer = await self.ask("POST", "/sessions", {**named, **fields})
         assert answer.status == 200, answer.body
@@ -97,13 +95,11 @@ class SessionTrial:
         return await self.ask("POST", f"/sessions/{session}{CHAT}", body, headers)
 
     async def chat(self, session: str, messages: Sequence[Message], headers: Pairs = (), **fields: Any) -> Any:
-        """One good whole answer."""
         answer = await self.turn(session, messages, headers, **fields)
         assert answer.status == 200, answer.body
         return answer.json()
 
     async def stream(self, session: str, messages: Sequence[Message], headers: Pairs = (), **fields: Any) -> list[Any]:
-        """The chunks of one good stream."""
         answer = await self.turn(session, messages, headers, stream=True, **fields)
         assert answer.status == 200, answer.body
         return chunks_of(answer.body)
@@ -134,7 +130,6 @@ class SessionTrial:
 
     @property
     def log(self) -> list[Exchange]:
-        """The chat requests that have come to the only worker."""
         return self.worker.log.at(CHAT)
 
     def statistics(self) -> dict[str, Any]:
@@ -169,13 +164,11 @@ async def simulated_sessions(
     worker_class: type[SimulatedWorker] = SimulatedWorker,
     **worker: Any,
 ) -> AsyncIterator[SessionTrial]:
-    """The same with one simulated worker of its own."""
     async with worker_class(tokenizer=qwen3(), **{"weight_version": "1", **worker}) as started:
         yield await session_trial(stage, started, options=options, more=more, **(settings or {}))
 
 
 async def prompt_of(trial: SessionTrial, session: str) -> str:
-    """The only sample of a session, as text."""
     (sample,) = await trial.samples(session)
     return qwen3().decode(sample["tokens"])
 

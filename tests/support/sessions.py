@@ -108,7 +108,6 @@ class Scene:
         )
 
     def record(self, plan: TurnPlan, *choices: Choice) -> list[Turn]:
-        """The turns that an answer adds."""
         before = len(self.session.turns)
         self.recorder.record(plan, choices, {"worker": "http://w"})
         return [*self.session.turns[before:]]
@@ -123,7 +122,6 @@ class Scene:
         return turn
 
     def choices(self, messages: Sequence[Message], *replies: str, **options: Any) -> list[Turn]:
-        """A request with several choices."""
         plan = self.ask(messages, n=len(replies), **options)
         self.time += 1
         return self.record(plan, *(self.generated(plan, reply, index=i) for i, reply in enumerate(replies)))
@@ -133,11 +131,9 @@ class Scene:
         return self.session.history.classify(turn)
 
     def reason(self, turn: Turn) -> str | None:
-        """Why it is not simply the next one."""
         return self.classify(turn).reason
 
     def edit(self, turn: Turn) -> Any:
-        """What its agent changed."""
         return self.classify(turn).edit
 
     def follow(self, turn: Turn, *appended: Message, **options: Any) -> Turn:
@@ -146,5 +142,4 @@ class Scene:
 
 
 def history(turn: Turn) -> list[Message]:
-    """All messages up to a turn's answer."""
     return [message for each in turn.line() for message in (*each.appended, each.answer)]

@@ -128,7 +128,6 @@ class World:
         self.later(dice.expovariate(0.5), self.trouble)
 
     def play(self) -> Counter[str]:
-        """All of it. Raises Broken."""
         LeaderNode(self).begin()
         for shard in range(SHARDS):
             InstanceNode(self, shard).begin()
@@ -304,7 +303,6 @@ class InstanceNode(Node):
             self.world.later(delay, work, self)
 
     def end(self, pause: float = 0.5) -> None:
-        """It ends, and whoever started it starts the next one, unless another is there."""
         world, shard = self.world, self.shard
         self.dead = True
         world.later(pause, lambda: None if world.instances(shard) else InstanceNode(world, shard).begin())

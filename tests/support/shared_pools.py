@@ -26,7 +26,6 @@ class SharedPools:
         self.data = [self.started() for _ in range(count)]
 
     def started(self) -> WorkerPool:
-        """One that was started just now."""
         pool = shard_pool(self._report)
         self.loads[pool] = PeerLoads(pool)
         self._numbers[pool] = own_cache_numbers(next(self._generations)).__next__
@@ -37,7 +36,6 @@ class SharedPools:
         self.reports.append((kind, worker.url, reason))
 
     def add(self, *addresses: WorkerUrl) -> None:
-        """Workers, of which everybody hears."""
         for address in addresses:
             self.control.add(address)
         self.follow(*self.data)

@@ -275,7 +275,6 @@ class SimulatedVLLM:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each running sample has."""
         return [len(sample.ids) for sample in self._running]
 
     def _chat(self, asked: Any) -> Any:

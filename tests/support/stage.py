@@ -66,7 +66,6 @@ class Stage:
         return router
 
     async def client(self, router: RunningRouter, *, receive_buffer: int | None = None) -> Client:
-        """A connection to `router` that the stage closes, last, if the test does not."""
         client = await Client.connect(router.url, receive_buffer=receive_buffer)
         return await self._stack.enter_async_context(client)
 
@@ -119,7 +118,6 @@ class _Defects(logging.Handler):
         self.seen: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note it."""
         if record.name.startswith("opentelemetry."):
             return
         trace = "" if record.exc_info is None else "".join(traceback.format_exception(*record.exc_info))

@@ -82,14 +82,12 @@ def _sample(tokenizer: Any, session_id: str, turns: Sequence[int], parts: Any, s
 
 
 def page_of(directory: Path, samples: Sequence[Sample], bytes_of: BytesOf | None = None, name: str = "episode") -> Path:
-    """The page of samples in a file."""
     file = directory / f"{name}.safetensors"
     file.write_bytes(write_safetensors(samples, {}))
     return page_of_file(file, bytes_of)
 
 
 def page_of_file(file: Path, bytes_of: BytesOf | None = None) -> Path:
-    """The page of a file, beside it."""
     page = file.with_suffix(".html")
     with page.open("wb") as out:
         write_page(out, file.name, open_samples(file), bytes_of)

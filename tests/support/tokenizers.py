@@ -58,7 +58,6 @@ _by_directory: dict[str, Any] = {}
 
 @functools.cache
 def tokenizer(name: str) -> Any:
-    """The same, loaded by transformers."""
     from transformers import AutoTokenizer
 
     directory = tokenizer_directory(name)

@@ -63,7 +63,6 @@ class WorkerEnd:
         self.kept = 0
 
     def says(self, data: bytes) -> None:
-        """Bytes arrive."""
         self.read_buffer[: len(data)] = data
         self.connection.buffer_updated(len(data))
 

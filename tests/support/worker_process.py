@@ -22,7 +22,6 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Until it answers."""
         command = [*self._command, "--log-level", "error"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
         for _ in range(int(PATIENCE / 0.05)):
@@ -33,7 +32,6 @@ class WorkerProcess:
         raise AssertionError(f"the worker at {self.url} does not answer")
 
     async def kill(self) -> None:
-        """SIGKILL."""
         process = self._process
         if process is not None:
             process.kill()
@@ -42,7 +40,6 @@ class WorkerProcess:
 
 @contextlib.asynccontextmanager
 async def worker_process(*arguments: str) -> AsyncIterator[WorkerProcess]:
-    """Start one; it is gone when this is left."""
     worker = WorkerProcess(free_ports(1)[0], *arguments)
     await worker.start()
     try:

@@ -214,7 +214,6 @@ def spoilt(text: str, source: random.Random) -> str:
 
 
 def cases(name: str, count: int, seed: int = 0) -> Iterator[str]:
-    """The turns of a family, and spoilt ones."""
     source, turns = random.Random(f"{name} {seed}"), FAMILIES[name].turns
     yield from turns
     for _ in range(count):

@@ -92,7 +92,6 @@ class Scene:
         return asyncio.ensure_future(self.begin(key, tokens, who))
 
     def end(self, key: str) -> None:
-        """A session is over."""
         self.leases.pop(key).release()
         self.pool.homes.forget(key)
 
@@ -101,18 +100,6 @@ async def settled() -> None:
     """Let everything that can run, run."""
     for _ in range(10):
         await asyncio.sleep(0)
-
-
-def test_a_session_begins_where_there_is_room() -> None:
-    scene = Scene(MEMORY, MEMORY)
-    assert scene.rules.longest_prompt() > MEMORY, "a worker without sessions takes any"
-    assert scene.turn("a", 400) is not scene.turn("b", 300)
-    assert scene.rules.longest_prompt() == 200
-    scene.pool.homes.forget("a")
-    assert scene.rules.longest_prompt() > MEMORY
-    for worker in scene.pool:
-        scene.pool.remove(worker)
-    assert scene.rules.longest_prompt() > MEMORY, "whoever looks for a worker says that there is none"
 
 
 def test_it_goes_where_the_room_is_whatever_the_policy_prefers() -> None:

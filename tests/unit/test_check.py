@@ -12,15 +12,6 @@ from miles_router.settings.config import RouterConfig
 from miles_router.testing import check_middleware
 from tests.support.cache_trial import checkpoint
 
-WORKING = "tests.support.plugins.working"
-
-
-@pytest.mark.parametrize("name", ["Tagging", "Legacy", "Rewriting", "Asking"])
-def test_a_class_that_keeps_the_contract_passes(name: str) -> None:
-    verdicts = dict(check_path(f"{WORKING}.{name}", RouterConfig()))
-    assert len(verdicts) == 8
-    assert set(verdicts.values()) == {None}
-
 
 @pytest.mark.parametrize(
     "path",

@@ -27,14 +27,7 @@ CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if 
 
 
 def own(kind: str, message: str = "said so", **beside: Any) -> bytes:
-    """The body of an error of the router's own."""
     return json.dumps({"error": {"type": kind, "message": message, "request_id": "mr-1"}, **beside}).encode()
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_every_error_has_its_place_in_the_tree(cls: type[RouterClientError]) -> None:
-    assert cls.__doc__
-    assert cls.__name__ in (errors.__doc__ or "")
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -105,6 +98,23 @@ def test_a_workers_error_is_shown_in_its_own_words_and_never_retried(raw: bytes,
     assert not error.retryable
 
 
+def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_on() -> None:
+    with (
+        pytest.raises(InvalidReply, match="the reply of /x has an unexpected form: no samples in JSON"),
+        convert_errors("/x"),
+    ):
+        read_json(b"{}")
+    with pytest.raises(InvalidSample) as caught, convert_errors("/x"):
+        raise InvalidTrajectory("aligned", "3 tokens, 2 logprobs")
+    assert (caught.value.invariant, caught.value.status) == ("aligned", 0)
+    assert str(caught.value) == "aligned: 3 tokens, 2 logprobs"
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])
+def test_a_time_that_is_no_number_of_seconds_is_none(value: str) -> None:
+    assert read_error(503, {"Retry-After": value}, own("fleet_paused")).retry_after is None
+
+
 def test_a_worker_that_uses_the_routers_words_is_no_router() -> None:
     raw = b'{"error": {"type": "not_found", "message": "no model"}}'
     assert type(read_error(404, {}, raw)) is ErrorReply
@@ -122,20 +132,3 @@ def test_a_refused_sample_names_its_invariant() -> None:
     error = read_error(422, {}, own("invalid_sample", "versions_cover_the_loss: a position has none"))
     assert isinstance(error, InvalidSample)
     assert (error.invariant, error.status) == ("versions_cover_the_loss", 422)
-
-
-def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_on() -> None:
-    with (
-        pytest.raises(InvalidReply, match="the reply of /x has an unexpected form: no samples in JSON"),
-        convert_errors("/x"),
-    ):
-        read_json(b"{}")
-    with pytest.raises(InvalidSample) as caught, convert_errors("/x"):
-        raise InvalidTrajectory("aligned", "3 tokens, 2 logprobs")
-    assert (caught.value.invariant, caught.value.status) == ("aligned", 0)
-    assert str(caught.value) == "aligned: 3 tokens, 2 logprobs"
-
-
-@pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])
-def test_a_time_that_is_no_number_of_seconds_is_none(value: str) -> None:
-    assert read_error(503, {"Retry-After": value}, own("fleet_paused")).retry_after is None

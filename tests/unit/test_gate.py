@@ -13,7 +13,7 @@ import pytest
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.request_routing import Routing
 from miles_router.errors import FleetPaused, Unavailable
-from miles_router.fleet.gate import Gate, generates
+from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.shards.membership import Membership
@@ -38,18 +38,6 @@ async def settled() -> None:
     """Let everything that can run, run."""
     for _ in range(5):
         await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("path", ["/generate", "/v1/messages", "/sessions/a-b/v1/chat/completions", "/api/chat"])
-def test_paths_that_generate(path: str) -> None:
-    assert generates(path)
-
-
-@pytest.mark.parametrize(
-    "path", ["", "/generate/", "/generate/x", "/v1/models", "/sessions/generate", "/abort_request"]
-)
-def test_paths_that_do_not(path: str) -> None:
-    assert not generates(path)
 
 
 REASONS: dict[str, tuple[Callable[[Gate], None], Callable[[Gate], None]]] = {

@@ -214,18 +214,6 @@ async def test_a_body_over_the_limit_is_refused_at_the_byte_that_is_too_much(mes
     assert await Exchange("id", max_body_bytes=5).read(receiving(*messages, part(b""))) == b"12345"
 
 
-@pytest.mark.parametrize("announced", [b"5", b"0005", b"99999999999999999999"])
-def test_an_announced_length_over_the_limit_is_refused(announced: bytes) -> None:
-    with pytest.raises(BodyTooLarge):
-        Exchange("id", max_body_bytes=4).check_announced_size(scope((b"content-length", announced)))
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"{'a': 1}", b'{"a": NaN}'])
-def test_what_is_no_json_is_a_bad_request(body: bytes) -> None:
-    with pytest.raises(BadRequest, match="not valid JSON"):
-        Exchange("id").loads(body)
-
-
 @pytest.mark.parametrize("given", [b"", b"x" * (MAX_REQUEST_ID_LENGTH + 1), b"caf\xc3\xa9", b"tab\there", b"\x00"])
 def test_an_id_that_cannot_be_logged_is_replaced(given: bytes) -> None:
     made = request_id(scope((b"x-request-id", given)))

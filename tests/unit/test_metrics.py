@@ -27,7 +27,6 @@ def made() -> tuple[Metrics, WorkerPool]:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Every sample of the exposition, by name and labels."""
     families = text_string_to_metric_families(metrics.render().decode())
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
@@ -143,13 +142,6 @@ def test_intervals_versions_and_names_are_bounded() -> None:
     scene.series.record({str(version): 1 for version in range(3 * NAMES)}, given=0, reused=0)
     sampled = scene.series.describe()["intervals"][-1]["sampled"]
     assert (len(sampled), sum(sampled.values()), sampled["other"]) == (NAMES + 1, 3 * NAMES, 2 * NAMES)
-
-
-def test_how_stale_nobody_can_tell_is_unknown() -> None:
-    scene = Scene()
-    scene.version = "7"
-    scene.series.train({"5": 1, "7": 2, "9": 4, None: 8, "v2": 16})
-    assert scene.series.describe()["intervals"][0]["staleness"] == {"2": 1, "0": 2, "unknown": 28}
 
 
 def test_rewards_are_kept_of_the_last_versions_alone() -> None:

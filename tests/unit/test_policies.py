@@ -37,17 +37,6 @@ def released(lease: Lease) -> Worker:
     return lease.worker
 
 
-def test_the_least_loaded_worker_is_chosen() -> None:
-    pool, policy = pool_of(3), LeastInFlight()
-    first, second = pool.lease(policy), pool.lease(policy)
-    (idle,) = [worker for worker in pool if worker.in_flight == 0]
-    assert pool.lease(policy).worker is idle
-    second.release()
-    assert pool.lease(policy).worker is second.worker
-    first.release()
-    assert pool.lease(policy).worker is first.worker
-
-
 def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -> None:
     pool, policy = pool_of(2), LeastInFlight()
     first = turn(pool, policy, "a", 16_000)
@@ -312,23 +301,6 @@ def test_sessions_that_are_away_for_much_longer_than_sessions_are_count_no_more(
     assert held(pool) == [(2, 110)], "b has been away for 39 s, a for 27"
     assert turn(pool, policy, "b", 100) is next(iter(pool)).units[0]
     assert held(pool) == [(3, 210)]
-
-
-def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
-    pool, policy = pool_of(3), LeastInFlight()
-    home = turn(pool, policy, "a", 300)
-    away = pool.lease(policy, "a", [home.worker], tokens=300)
-    assert away.worker is not home.worker
-    assert (home.sessions, home.tokens, away.unit.sessions, away.unit.tokens) == (1, 300, 0, 300)
-    away.release()
-    assert turn(pool, policy, "a", 300) is home
-    pool.record_failure(home.worker, "refused")
-    moved = pool.lease(policy, "a", [home.worker], tokens=300)
-    moved.release()
-    assert turn(pool, policy, "a", 300) is moved.unit, "nobody answered there: its cache is gone"
-    home = moved.unit
-    pool.drain(home.worker, lambda: None)
-    assert turn(pool, policy, "a", 300) is not home, "it takes nobody any more"
 
 
 class Stubborn:

@@ -74,13 +74,6 @@ def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: s
         lease.release()
 
 
-def test_a_worker_is_found_by_url_and_by_id() -> None:
-    scene = Scene.of("ab")
-    assert scene.pool.get(scene["b"].address.id) is scene["b"]
-    with pytest.raises(NotFound, match="http://c"):
-        scene.pool.get("http://c")
-
-
 @pytest.mark.parametrize("state", [READY, QUARANTINED])
 def test_a_busy_worker_drains_after_its_last_request(state: WorkerState) -> None:
     scene = Scene.of("a")
@@ -95,29 +88,6 @@ def test_a_busy_worker_drains_after_its_last_request(state: WorkerState) -> None
     assert idle == []
     leases[1].release()
     assert (idle, len(scene.pool), scene.pool.in_flight) == ([1, 2], 0, 0)
-
-
-def test_registering_a_draining_worker_ends_the_drain_and_tells_who_waits() -> None:
-    scene = Scene.of("a")
-    lease = scene.pool.lease(POLICY)
-    idle: list[str] = []
-    scene.pool.drain(scene["a"], lambda: idle.append("told"))
-    scene.add("a")
-    assert (scene["a"].state, idle) == (READY, ["told"])
-    lease.release()
-    assert (len(scene.pool), idle) == (1, ["told"])
-
-
-def test_a_drain_that_is_removed_and_registered_again_tells_who_waits() -> None:
-    scene = Scene.of("a")
-    lease = scene.pool.lease(POLICY)
-    idle: list[str] = []
-    scene.pool.drain(scene["a"], lambda: idle.append("told"))
-    scene.pool.remove(scene["a"])
-    assert scene.add("a").state is READY
-    assert idle == ["told"]
-    lease.release()
-    assert (len(scene.pool), scene.pool.in_flight) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +111,6 @@ def test_readmission_is_by_policy(readmit: ReadmitPolicy, version: str | None, r
     assert scene.pool.readmit(worker, "back") is returns
     assert worker.state is (READY if returns else QUARANTINED)
     assert (worker in scene.pool.routable) is returns
-
-
-def test_the_reason_for_staying_out_is_told_when_it_changes_and_only_then() -> None:
-    scene = Scene.of("ab")
-    scene.pool.set_quarantine_reason(scene["b"], "ready workers are not kept out")
-    assert not scene.pool.readmit(scene["b"], "nor readmitted")
-    worker = scene.quarantine("a")
-    for reason in ("old weights", "old weights", "sick", "sick"):
-        scene.pool.set_quarantine_reason(worker, reason)
-    assert [each.reason for each in scene.told] == ["no answer", "old weights", "sick"]
-    assert scene.story[1:] == [("a", QUARANTINED, QUARANTINED)] * 2
 
 
 def test_the_fleets_version_is_what_most_routable_workers_hold() -> None:
@@ -196,28 +155,6 @@ async def test_a_worker_with_a_new_key_has_to_report_its_adapters_again() -> Non
     assert not fleet.all_reported
 
 
-def test_a_new_generation_has_a_cache_of_the_new_weights_alone() -> None:
-    caches = PrefixCaches()
-    caches.change("1", new_number())
-    first = caches.choose(None)
-    assert first == caches.choose(None) == caches.number != 0
-    caches.change("2", new_number())
-    second = caches.choose(None)
-    assert second not in (0, first)
-    assert [caches.versions(cache, "3") for cache in (0, first, second)] == [["1", "2", "3"], ["2", "3"], ["3"]]
-
-
-def test_a_flush_leaves_nothing_to_keep_apart() -> None:
-    caches = PrefixCaches()
-    caches.change("1", new_number())
-    older = caches.choose(None)
-    caches.record_flush()
-    assert (caches.choose(None), caches.choose(older)) == (0, 0)
-    assert caches.versions(0, "2") == ["2"]
-    caches.change("2", new_number())
-    assert caches.choose(None) > older
-
-
 def test_while_weights_change_no_two_generations_share_a_cache() -> None:
     caches = PrefixCaches()
     caches.change("1", new_number(), under_way=True)
@@ -235,3 +172,10 @@ def test_so_many_versions_are_known_and_no_more() -> None:
         caches.change(str(version), new_number())
     assert caches.choose(0) == caches.number, "whose weights filled that one is forgotten"
     assert caches.versions(0, "now") == [*map(str, range(1, MAX_VERSIONS + 1)), "now"]
+
+
+def test_a_worker_is_found_by_url_and_by_id() -> None:
+    scene = Scene.of("ab")
+    assert scene.pool.get(scene["b"].address.id) is scene["b"]
+    with pytest.raises(NotFound, match="http://c"):
+        scene.pool.get("http://c")

@@ -24,17 +24,6 @@ def held(*, max_tokens: int = 10_000, keep_versions: int = 1) -> RadixTreeCache:
     return RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
 
 
-def letters(
-    given: str, sampled: str, rid: str, *, hidden: str = "", version: str = "1", finish: str = "stop"
-) -> TextRecord:
-    """One token a letter, its id the letter's code; sampled ones in capital ids, so that encoding would differ."""
-    text = given + sampled + hidden
-    ids = [ord(letter) + 1000 for letter in sampled + hidden]
-    pieces = [Piece.given([ord(letter) for letter in given]), Piece.sampled(ids, [-0.5] * len(ids), version)]
-    ends = np.arange(1, len(text) + 1, dtype=np.uint32)
-    return TextRecord(text, len(given + sampled), Trajectory(pieces), ends, rid, finish)
-
-
 def put(cache: RadixTreeCache, record: TextRecord, match: PrefixMatch = NO_MATCH) -> Entry:
     entry = cache.record(record, match)
     assert entry is not None
@@ -52,63 +41,12 @@ def reused(cache: RadixTreeCache, text: str) -> tuple[int, str]:
     return sampled, text[: match.chars]
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("ask", "ask"),  # a whole prompt, as it was given
-        ("askANSWER", "askANSWER"),
-        ("askANSWER more", "askANSWER"),
-        ("askANSWER$ more", "askANSWER$"),  # the hidden tail, spelled out
-        ("askANSxyz", "askANS"),
-        ("askxyz", ""),  # parted right behind what was only given
-        ("asxyz", ""),
-        ("nothing of it", ""),
-    ],
-)
-def test_the_reused_prefix_ends_behind_the_last_sampled_token_in_the_common_text(text: str, found: str) -> None:
-    cache = held()
-    put(cache, letters("ask", "ANSWER", "r", hidden="$"))
-    assert reused(cache, text) == (max(0, len(found) - 3), found)
-
-
 def record(rid: str, text: str, shown: int, pieces: list[Piece], ends: list[int]) -> TextRecord:
     return TextRecord(text, shown, Trajectory(pieces), np.array(ends, dtype=np.uint32), rid, "stop")
 
 
 def sampled(*ids: int) -> Piece:
     return Piece.sampled(ids, [-0.5] * len(ids), "1")
-
-
-def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> None:
-    # The newest generation below the parting is a second turn, whose own tokens begin behind it.
-    cache = held()
-    turn = record("first", "Qabc", 4, [Piece.given([1]), sampled(2, 3, 4)], [1, 2, 3, 4])
-    cache.record(turn)
-    more = record("second", "Qabcde", 6, [*turn.trajectory.pieces, Piece.given([5]), sampled(6)], [1, 2, 3, 4, 5, 6])
-    cache.record(more, cache.match("Qabcd"))
-    sibling = record("sibling", "Qabx", 4, [Piece.given([1]), sampled(2, 3, 9)], [1, 2, 3, 4])
-    entry = cache.record(sibling)
-    assert entry is not None
-    assert entry.trajectory() == sibling.trajectory
-    check_integrity(cache)
-
-
-def room_for(*entries: int) -> int:
-    """A budget in which entries with so many own tokens just fit."""
-    return sum(entries) + ENTRY_CHARGE * len(entries)
-
-
-def test_versions_before_those_kept_go_before_anything_else() -> None:
-    cache = held(max_tokens=room_for(3, 3, 3, 3), keep_versions=1)
-    for name, version in (("a", "v1"), ("b", "v2"), ("c", "v1"), ("d", "v3")):
-        put(cache, letters(name, "xy", name, version=version))
-    cache.match("axy and more")
-    put(cache, letters("e", "xy", "e", version="v3"))
-    assert rids(cache) == {"a", "b", "d", "e"}, "v1 is two behind v3: the least recently used of it goes"
-    put(cache, letters("f", "xy", "f", version="v3"))
-    assert rids(cache) == {"b", "d", "e", "f"}
-    put(cache, letters("g", "xy", "g", version="v3"))
-    assert rids(cache) == {"d", "e", "f", "g"}, "nothing stale is left: the least recently used"
 
 
 def test_a_million_tokens_stay_within_the_budget() -> None:
@@ -182,3 +120,46 @@ async def test_a_family_that_cannot_be_read_is_refused_by_name_and_counted(tmp_p
         await then.look_up("ask")
     assert then.archive.statistics.numbers()["failed"] == {"state_failed": 1}
     await store.close()
+
+
+def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> None:
+    # The newest generation below the parting is a second turn, whose own tokens begin behind it.
+    cache = held()
+    turn = record("first", "Qabc", 4, [Piece.given([1]), sampled(2, 3, 4)], [1, 2, 3, 4])
+    cache.record(turn)
+    more = record("second", "Qabcde", 6, [*turn.trajectory.pieces, Piece.given([5]), sampled(6)], [1, 2, 3, 4, 5, 6])
+    cache.record(more, cache.match("Qabcd"))
+    sibling = record("sibling", "Qabx", 4, [Piece.given([1]), sampled(2, 3, 9)], [1, 2, 3, 4])
+    entry = cache.record(sibling)
+    assert entry is not None
+    assert entry.trajectory() == sibling.trajectory
+    check_integrity(cache)
+
+
+def letters(
+    given: str, sampled: str, rid: str, *, hidden: str = "", version: str = "1", finish: str = "stop"
+) -> TextRecord:
+    """One token a letter, its id the letter's code; sampled ones in capital ids, so that encoding would differ."""
+    text = given + sampled + hidden
+    ids = [ord(letter) + 1000 for letter in sampled + hidden]
+    pieces = [Piece.given([ord(letter) for letter in given]), Piece.sampled(ids, [-0.5] * len(ids), version)]
+    ends = np.arange(1, len(text) + 1, dtype=np.uint32)
+    return TextRecord(text, len(given + sampled), Trajectory(pieces), ends, rid, finish)
+
+
+def room_for(*entries: int) -> int:
+    """A budget in which entries with so many own tokens just fit."""
+    return sum(entries) + ENTRY_CHARGE * len(entries)
+
+
+def test_versions_before_those_kept_go_before_anything_else() -> None:
+    cache = held(max_tokens=room_for(3, 3, 3, 3), keep_versions=1)
+    for name, version in (("a", "v1"), ("b", "v2"), ("c", "v1"), ("d", "v3")):
+        put(cache, letters(name, "xy", name, version=version))
+    cache.match("axy and more")
+    put(cache, letters("e", "xy", "e", version="v3"))
+    assert rids(cache) == {"a", "b", "d", "e"}, "v1 is two behind v3: the least recently used of it goes"
+    put(cache, letters("f", "xy", "f", version="v3"))
+    assert rids(cache) == {"b", "d", "e", "f"}
+    put(cache, letters("g", "xy", "g", version="v3"))
+    assert rids(cache) == {"d", "e", "f", "g"}, "nothing stale is left: the least recently used"

@@ -207,7 +207,6 @@ documents = objects(st.recursive(leaves, lambda inner: st.lists(inner, max_size=
 
 
 def plain(tree: Any) -> Any:
-    """As the engine sends it."""
     if isinstance(tree, Ids):
         return extraction_sent(tree)
     if isinstance(tree, dict):
@@ -216,7 +215,6 @@ def plain(tree: Any) -> Any:
 
 
 def bare(tree: Any) -> Any:
-    """Without the field."""
     if isinstance(tree, dict):
         return {key: bare(value) for key, value in tree.items() if not isinstance(value, Ids)}
     return [bare(each) for each in tree] if isinstance(tree, list) else tree
@@ -444,14 +442,14 @@ def test_an_event_of_generate_says_what_a_full_parse_says_however_it_is_written(
         assert answer == RowAnswer(2, said, finish is not None, finish is not None and finish["type"] == "abort")
 
 
-@pytest.mark.parametrize("text", ["61", "61x", "0x4", "4x0", "2x3x4", "2x-1", "ax4", "61x99999999"])
-def test_what_is_no_shape_of_chosen_positions_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ConfigError, match="61x2048"):
-        parse_indexer_shape(text)
-
-
 @pytest.mark.parametrize(
     "body", [b'["return_routed_experts"]', b'"return_routed_experts"', b'["routed_experts_start_len"]']
 )
 def test_what_names_the_fields_and_is_no_object_goes_to_the_engine_as_it_is(body: bytes) -> None:
     assert request(body) == RowRequest(body, 7, by_client=False)
+
+
+@pytest.mark.parametrize("text", ["61", "61x", "0x4", "4x0", "2x3x4", "2x-1", "ax4", "61x99999999"])
+def test_what_is_no_shape_of_chosen_positions_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="61x2048"):
+        parse_indexer_shape(text)

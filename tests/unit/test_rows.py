@@ -129,12 +129,6 @@ def test_a_child_that_begins_behind_its_parents_end_is_refused() -> None:
     assert error.value.invariant == "experts_without_gap"
 
 
-def test_more_rows_than_there_are_are_not_complete() -> None:
-    *_, third = line()
-    assert third.complete(12)
-    assert not third.complete(13)
-
-
 STORE_WIDTH = 10
 
 
@@ -230,3 +224,9 @@ class Holders(RuleBasedStateMachine):
 
 Holders.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
 TestHolders = Holders.TestCase
+
+
+def test_more_rows_than_there_are_are_not_complete() -> None:
+    *_, third = line()
+    assert third.complete(12)
+    assert not third.complete(13)

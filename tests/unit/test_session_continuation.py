@@ -16,7 +16,7 @@ import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly, build
 from middleware_hub.openai_session.continuing.families import ROLES
-from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
+from middleware_hub.openai_session.continuing.probes import STANDARD, Shape
 from middleware_hub.openai_session.continuing.proof import Proof, prove
 from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
@@ -266,7 +266,6 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
 
 def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Why files were not used."""
     return [each.fields["reason"] for each in caplog.records if each.message == "proof_ignored"]  # type: ignore[attr-defined]
 
 
@@ -479,20 +478,6 @@ def test_notes_say_where_ids_differ_from_those_of_the_whole_text(monkeypatch: py
     encode_behind = renderer.encode_behind
     monkeypatch.setattr(renderer, "encode_behind", lambda text, token: [*encode_behind(text, token), 0])
     assert "user: the ids differ from those of the whole text" in prove(renderer).notes
-
-
-def test_a_probe_has_the_shape_it_is_made_for() -> None:
-    for shape in (
-        *STANDARD.values(),
-        Shape(("tool", CALLING, "tool", "tool", "user"), calls=1, tools=True, reasoning=True),
-        Shape(("tool",)),
-        Shape((CALLING,)),
-    ):
-        answer, appended = probe_of(shape)
-        assert shape_of(answer, appended, TOOLS if shape.tools else None) == shape
-        assert all(message["role"] != CALLING for message in appended)
-        ids = [call["id"] for message in appended for call in message.get("tool_calls", ())]
-        assert len(set(ids)) == len(ids)
 
 
 def test_request_that_appends_too_many_messages_is_refused_first() -> None:

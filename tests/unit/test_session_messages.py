@@ -57,7 +57,6 @@ def events(raw: bytes) -> list[Any]:
 
 
 def stream(*chunks: dict[str, Any], made: MessagesWriter | None = None) -> list[Any]:
-    """The events of a whole stream."""
     made = made or writer()
     usage = {"id": "r1", "model": "m", "choices": [], "usage": USAGE}
     pieces = [made.write_chunk(each, b"") for each in (chunk({"role": "assistant", "content": ""}), *chunks, usage)]

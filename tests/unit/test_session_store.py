@@ -371,7 +371,6 @@ def _beginning(whole: Session, turns: int) -> Session:
 
 
 def _again(turn: Turn, session: Session) -> Turn:
-    """Return the same turn in another session."""
     parent = None if turn.parent is None else session.turns[turn.parent.number]
     place, _ = session.history.intern(ParentMatch(parent, turn.appended, turn.context))
     return replace(turn, parent=parent, appended=place.appended, context=place.context)

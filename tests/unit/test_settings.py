@@ -12,7 +12,7 @@ import pytest
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
 from miles_router.middlewares.loading import find_class, load_middlewares
-from miles_router.settings.config import FIELDS, MiddlewareSpec, OptionText, RouterConfig, load, middleware_names, shown
+from miles_router.settings.config import FIELDS, MiddlewareSpec, OptionText, RouterConfig, load, shown
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.settings.values import WrongValue, convert
 
@@ -159,33 +159,12 @@ def test_a_file_without_good_keys_stops_the_start(tmp_path: Path, content: bytes
         assert "hush" not in str(stopped.value)
 
 
-def test_middlewares_come_as_bare_paths_or_with_options(config_file: Any) -> None:
-    path = config_file("middlewares:\n- a.First\n- {path: b.Second, options: {limit: 4}}\n- {path: c.Third}\n")
-    assert load({}, {}, (), path).config.middlewares == (
-        MiddlewareSpec("a.First"),
-        MiddlewareSpec("b.Second", {"limit": 4}),
-        MiddlewareSpec("c.Third"),
-    )
-
-
-def test_bare_paths_from_a_stronger_source_keep_the_options_of_the_file(config_file: Any) -> None:
-    path = config_file("middlewares:\n- {path: b.Second, options: {limit: 4}}\n- a.First\n")
-    loaded = load({"middleware_paths": ["a.First", "b.Second"]}, {}, (), path)
-    assert loaded.config.middlewares == (MiddlewareSpec("a.First"), MiddlewareSpec("b.Second", {"limit": 4}))
-    assert loaded.origins["middlewares"] == "--middleware-paths"
-
-
 def test_set_gives_an_option_as_text_to_the_middleware_it_names() -> None:
     loaded = load({"middleware_paths": ["a.First", "b.First"]}, {}, ["first.limit=4", "first_2.name=x=y"])
     one, two = loaded.config.middlewares
     assert (one.options, two.options) == ({"limit": "4"}, {"name": "x=y"})
     assert all(isinstance(value, OptionText) for value in (*one.options.values(), *two.options.values()))
     assert loaded.origins["middlewares"] == "--middleware-paths and --set"
-
-
-def test_names_that_begin_alike_do_not_count_for_each_other() -> None:
-    specs = [MiddlewareSpec(path) for path in ("a.CacheControl", "b.Cache", "c.Cache")]
-    assert middleware_names(specs) == ["cache_control", "cache", "cache_2"]
 
 
 def test_settings_are_shown_for_people_and_keys_never() -> None:
@@ -320,3 +299,10 @@ def test_a_middleware_that_gives_a_text_for_paths_opens_nothing() -> None:
     careless = MiddlewareSpec(f"{WORKING}.Inside", {"careless": True})
     with pytest.raises(ConfigError, match="data_paths: every path must start with /"):
         create_app(RouterConfig(middlewares=(careless,)))
+
+
+def test_bare_paths_from_a_stronger_source_keep_the_options_of_the_file(config_file: Any) -> None:
+    path = config_file("middlewares:\n- {path: b.Second, options: {limit: 4}}\n- a.First\n")
+    loaded = load({"middleware_paths": ["a.First", "b.Second"]}, {}, (), path)
+    assert loaded.config.middlewares == (MiddlewareSpec("a.First"), MiddlewareSpec("b.Second", {"limit": 4}))
+    assert loaded.origins["middlewares"] == "--middleware-paths"

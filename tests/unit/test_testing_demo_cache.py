@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from miles_router.testing.demo.cache import (
     Rollout,
     Turn,
     cache_lines,
-    checkpoint,
     right_positions,
-    router_options,
 )
 
 TURNS = [Turn(given=2, ids=[5, 6], logprobs=[-0.5, -0.1]), Turn(given=5, ids=[7], logprobs=[-0.25])]
@@ -60,10 +57,3 @@ def test_a_share_is_100_percent_only_if_it_is() -> None:
     assert "exact      91.67 % of the tokens, 1 of 2 rollouts" in list(cache_lines(exactness, info))
     nearly = Exactness(rollouts=2, exact=1, tokens=10**6, right=10**6 - 1)
     assert "exact      99.99 % of the tokens, 1 of 2 rollouts" in list(cache_lines(nearly, info))
-
-
-def test_without_a_tokenizer_the_cache_is_off(tmp_path: Path) -> None:
-    assert router_options(None) == []
-    assert next(iter(cache_lines(None, {}))).startswith("cache      off")
-    assert checkpoint("given", tmp_path) == "given"
-    assert "--hf-checkpoint" in router_options(checkpoint(None, tmp_path))

@@ -58,7 +58,6 @@ def text_of(length: int) -> str:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two results are equal in every part."""
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other)) and one.dtype == other.dtype
     if isinstance(one, tuple):
@@ -81,7 +80,6 @@ async def encoder() -> AsyncIterator[AsyncEncoder]:
 
 
 def processes() -> list[psutil.Process]:
-    """Those that encode."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at

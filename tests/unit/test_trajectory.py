@@ -43,24 +43,6 @@ TURN = Trajectory(
 )
 
 
-def joined(*parts: Trajectory) -> Trajectory:
-    return Trajectory(piece for part in parts for piece in part.pieces)
-
-
-def test_equality_looks_at_positions_and_not_at_pieces() -> None:
-    cut = joined(TURN[:4], TURN[4:8], TURN[8:])
-    assert len(cut.pieces) > len(TURN.pieces)
-    assert cut == TURN
-    assert TURN[:8] != TURN
-    assert TURN != "something else"
-
-
-def test_negative_slices_count_from_the_end_and_steps_are_refused() -> None:
-    assert TURN[-2:].tokens.tolist() == [8, 9]
-    with pytest.raises(ValueError, match="contiguous"):
-        TURN[::2]
-
-
 def test_arrays_make_a_trajectory_and_come_back() -> None:
     assert from_arrays(TURN.tokens, TURN.logprobs, TURN.loss_mask, TURN.weight_versions) == TURN
     assert from_arrays([], [], []) == Trajectory()

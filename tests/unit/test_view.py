@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -19,14 +17,13 @@ import numpy as np
 import pytest
 
 from middleware_hub.openai_session.dialects.miles import samples_file
-from middleware_hub.view.command import Bar, view
+from middleware_hub.view.command import view
 from middleware_hub.view.entropy import CHUNK, expert_entropy
 from middleware_hub.view.files import open_samples
 from middleware_hub.view.sheets import NO_TURNS, TokenSheet, sheet_of
 from middleware_hub.view.tree import BranchTree
 from miles_router import cli
 from miles_router.errors import ConfigError
-from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import InvalidTrajectory, Malformed, Sample, VersionRun
 from miles_router.trajectory.safetensors import pack
 from miles_router.trajectory.sample import write_json, write_safetensors
@@ -268,13 +265,6 @@ def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == "old"
 
 
-def test_with_a_tokenizer_nothing_is_missing(run: Run, tmp_path: Path) -> None:
-    tiny_tokenizer.build(tmp_path / "model")
-    (tmp_path / "episode.safetensors").write_bytes(write_safetensors([command_sample()], {}))
-    said, _ = run("episode.safetensors", "--hf-checkpoint", "model")
-    assert re.fullmatch(r"episode\.html: 1 sample, 3 tokens, 0\.\d MB\n", said)
-
-
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -320,28 +310,3 @@ def test_a_tokenizer_whose_tokens_nobody_can_spell_is_refused(tmp_path: Path) ->
     for tokenizer, why in ((Loaded(), "tokens are unknown"), (object(), "has no fast tokenizer")):
         with pytest.raises(ConfigError, match=why):
             view(tmp_path / "file", None, tokenizer)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_how_far_it_is_and_nothing_of_it_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_bytes(write_safetensors([command_sample()] * 4, {}))
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    view(tmp_path / "file", None)
-    steps = terminal.getvalue().split("\r")
-    assert [step.rpartition("]")[2].strip() for step in steps if step.startswith("[")] == [
-        "25 %",
-        "50 %",
-        "75 %",
-        "100 %",
-    ]
-    assert steps[-2].strip() == steps[-1] == ""
-    plain = io.StringIO()
-    Bar(plain).draw(0.5)
-    assert plain.getvalue() == ""

@@ -104,7 +104,6 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def render(rows: Sequence[Row], about: Mapping[str, str], markdown: bool) -> str:
-    """A heading, and a table for each workload."""
     mark = "### " if markdown else ""
     out = [
         f"{mark}Placement: {about['date']}, commit {about['commit']}",
@@ -124,7 +123,6 @@ def render(rows: Sequence[Row], about: Mapping[str, str], markdown: bool) -> str
 
 
 def as_json(rows: Sequence[Row], about: Mapping[str, str]) -> str:
-    """One line."""
     return json.dumps({"results": [row.as_json() for row in rows], "about": dict(about)})
 
 

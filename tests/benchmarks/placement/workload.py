@@ -38,7 +38,6 @@ class Episode:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the first request."""
         return max(self.prompt_tokens, self.shared_prefix)
 
     @property
@@ -105,7 +104,6 @@ def _seconds(given: Mapping[str, object], name: str) -> float:
 
 
 def lines(episodes: Iterable[Episode]) -> str:
-    """The file of some episodes."""
     return "".join(json.dumps(_ordered(episode)) + "\n" for episode in episodes)
 
 
@@ -127,7 +125,6 @@ class Ids:
         return b",".join(part for part in (shared, own) if part)
 
     def appended(self, number: int, turn: int, tokens: int) -> bytes:
-        """What follows a turn."""
         return self._written(f"episode {number} turn {turn}", tokens)
 
     def _written(self, what: str, tokens: int) -> bytes:

@@ -1,14 +1,13 @@
 """How large a router of several processes is: what it costs and gives, measured here and computed beyond.
 
-    python -m tests.benchmarks.scale [--quick] [--against CHECKOUT] [--repeat 3] [--seconds 1.5] [--markdown]
-        [--json FILE] [--plot FILE.png]
+    python -m tests.benchmarks.scale [--quick] [--repeat 3] [--seconds 1.5] [--markdown]
 
-Six loads on one process, on two, and with `--against` on the one process of another checkout, in turns, so that what
-else the machine does falls on all: ratios are medians of the ratios of each round. Each load comes once from many
-clients, which says how much there is in a second, and once from one client, which says what an answer costs: processes
-that are all busy take cores and caches from each other, and their CPU times say that too. Then what `--state-dir` adds,
-as `tests.benchmarks.state` measures it, and the memory of held tokens, as `tests.benchmarks.sessions` does. All of it
-goes into the model (`model.py`), which is arithmetic: its tables are computed, and say so. Needs nginx and wrk.
+Six loads on one process and on two, in turns, so that what else the machine does falls on both: ratios are medians of
+the ratios of each round. Each load comes once from many clients, which says how much there is in a second, and once
+from one client, which says what an answer costs: processes that are all busy take cores and caches from each other, and
+their CPU times say that too. Then what `--state-dir` adds, as `tests.benchmarks.state` measures it, and the memory of
+held tokens, as `tests.benchmarks.sessions` does. All of it goes into the model (`model.py`), which is arithmetic: its
+tables are computed, and say so. Needs nginx and wrk.
 """
 
 from __future__ import annotations
@@ -16,21 +15,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tests.benchmarks import sessions, state
-from tests.benchmarks.peers import BEFORE, REPO
+from tests.benchmarks.peers import REPO
 from tests.benchmarks.process import HOST
 from tests.benchmarks.report import environment, number, table
 from tests.benchmarks.scale.loads import Load, Round, loads, measured, running, running_worker
@@ -47,10 +43,7 @@ QUICK = 0.5
 
 
 def measure_load(load: Load, root: Path, options: argparse.Namespace) -> Both:
-    """Rounds of one load, by router."""
     subjects = {ONE: (REPO, 1), TWO: (REPO, 2)}
-    if options.against is not None:
-        subjects[BEFORE] = (options.against.resolve(), 1)
     root.mkdir()
     with contextlib.ExitStack() as stack:
         worker = stack.enter_context(running_worker(root, load.answers))
@@ -80,9 +73,8 @@ def middle(rounds: Sequence[Round], figure: str) -> float:
 
 
 def shown_load(load: Load, both: Both, *, markdown: bool) -> str:
-    """A row for each router."""
     rows, (rounds, calm) = [], both
-    for name in sorted(rounds, key=[ONE, TWO, BEFORE].index):
+    for name in sorted(rounds, key=[ONE, TWO].index):
         each = rounds[name]
         cost, beside = middle(each, "cost"), middle(each, "beside")
         most = bound(2 if name == TWO else 1, os.cpu_count() or 1, cost, beside)
@@ -180,35 +172,12 @@ def shown_queues(costs: Costs, *, markdown: bool) -> str:
     return table(heading, rows, markdown)
 
 
-def plot(path: Path, measurements: Mapping[str, tuple[Load, Both]], about: Mapping[str, str]) -> None:
-    """CPU for each answer, a panel for each load."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(measurements), figsize=(4.2 * len(measurements), 2.2))
-    for axis, (load, (_, calm)) in zip(axes, measurements.values(), strict=True):
-        values = [middle(each, "cost") * 1e6 for each in calm.values()]
-        axis.bar_label(axis.barh([*calm], values, color="#2a6f97"), [f"{each:,.0f} us" for each in values], padding=3)
-        axis.set_xlim(0, max(values) * 1.4)
-        axis.set_title(load.title, fontsize=9)
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"CPU of all the router's processes for an answer ({about['date']}, {about['cpu']})", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: a smoke test, not a measurement")
     parser.add_argument("--repeat", type=int, default=3, help="rounds, of which medians are shown")
     parser.add_argument("--seconds", type=float, default=1.5, help="of half a round")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure the one process of this one too")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round, the costs and what is computed")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the CPU of an answer")
     options = parser.parse_args()
     if options.quick:
         options.repeat, options.seconds = 1, QUICK
@@ -235,16 +204,6 @@ def main() -> int:
         print(f"\n{text(costs, markdown=options.markdown)}")
     print(f"\nassumed: {Rollout()}; a machine of {CORES} cores, {MEMORY / 1e9:.0f} GB, {NETWORK / 1e9} GB/s")
     print(f"measured: {costs}")
-    if options.json is not None:
-        told: dict[str, Any] = {"environment": about, "costs": asdict(costs)}
-        told["rounds"] = {
-            title: [{name: [asdict(each) for each in one] for name, one in rounds.items()} for rounds in both]
-            for title, (_, both) in measurements.items()
-        }
-        told["state"] = {mode: asdict(cost) for mode, cost in kept.items()}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
-    if options.plot is not None:
-        plot(options.plot, measurements, about)
     return 0
 
 

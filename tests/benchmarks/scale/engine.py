@@ -19,7 +19,6 @@ LENGTH = b"content-length:"
 
 
 def written(body: bytes) -> bytes:
-    """A reply."""
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
 
 

@@ -58,7 +58,6 @@ class Round:
 
     @property
     def rate(self) -> float:
-        """Requests a second."""
         return self.requests / self.seconds
 
     @property
@@ -86,7 +85,6 @@ class Load:
 
 
 def measured(load: Load, router: Router, seconds: float, clients: int) -> Round:
-    """One round."""
     spent, all_spent, begun = scheduled_seconds(router.pid), own_seconds(), time.perf_counter()
     done = load.drive(router.port, seconds, clients)
     took = time.perf_counter() - begun
@@ -129,7 +127,6 @@ def running(source: Path, processes: int, worker: int, log: Path, *arguments: st
 
 
 def loads(root: Path) -> list[Load]:
-    """All of them."""
     model = ("--hf-checkpoint", tokenizer_directory("qwen3"), "--middleware-paths")
     rows = make_answer(R3)
     return [
@@ -202,7 +199,6 @@ class Agent:
         return orjson.loads(data)
 
     def close(self) -> None:
-        """Close its connection."""
         self._client.close()
 
 

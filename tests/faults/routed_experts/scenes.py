@@ -61,7 +61,6 @@ async def the_next_turn_works(trial: ExpertsTrial, worker: ScriptedWorker) -> No
 
 
 async def outcome(asking: Awaitable[RawReply]) -> tuple[RawReply, bool]:
-    """What came, and whether it was broken off."""
     try:
         return await asking, False
     except CutReply as cut:

@@ -18,7 +18,6 @@ from tests.faults.routed_experts.scenes import (
     IDS,
     RUNNING,
     TOKENS,
-    native,
     nothing_is_held,
     outcome,
     the_next_turn_works,
@@ -35,7 +34,7 @@ from tests.support.experts_trial import (
     told,
     truth,
 )
-from tests.support.http import CutReply, request
+from tests.support.http import request
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, chat_answer, chat_events, meta_of, streamed
 from tests.support.scripted_worker import (
     CLOSE,
@@ -49,7 +48,6 @@ from tests.support.scripted_worker import (
     script,
 )
 from tests.support.session_apis import case
-from tests.support.session_trial import CHAT
 from tests.support.stage import Stage
 from tests.support.waiting import soon
 
@@ -62,23 +60,6 @@ def half(*, stream: bool) -> list[bytes]:
     whole = event_of(RUNNING) + event_of(answer) if stream else compact(answer)
     at = whole.index(LONG.encode()) + len(LONG) // 2
     return [whole[:at][begin : begin + 50_000] for begin in range(0, at, 50_000)]
-
-
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_under_resume_too_a_worker_lost_within_its_rows_is_a_lost_answer(
-    stage: Stage, worker: ScriptedWorker, stream: bool, asks: bool
-) -> None:
-    trial = await experts_trial(stage, worker, partial_rollout="resume")
-    worker.next(script(chunked_head(EVENT_STREAM if stream else JSON), *map(chunk, half(stream=stream)), RESET))
-    body = {**ASKED, "stream": stream, "return_routed_experts": asks}
-    got, cut = await outcome(trial.post("/generate", body))
-    assert b"[DONE]" not in got.body
-    assert (cut, got.status) in ((True, 200), (False, 502))
-    assert cut or not (stream or asks), "what the client has seen something of is broken off"
-    await stage.nothing_under_way()
-    await nothing_is_held(trial)
-    await the_next_works(trial, worker)
 
 
 async def test_a_worker_lost_within_its_rows_is_a_lost_answer(
@@ -161,37 +142,6 @@ async def test_a_client_that_leaves_within_the_rows_leaves_nothing(
     await the_next_works(trial, worker)
 
 
-async def test_an_agent_that_leaves_within_the_rows_leaves_nothing(
-    stage: Stage, worker: ScriptedWorker, sessions: ExpertsTrial
-) -> None:
-    parts = chat_events([9] * 3000, ["o"], routed_experts=LONG)[:-1]
-    parts[-1] = parts[-1][: parts[-1].index(LONG.encode()) + 60_000]
-    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, parts), HANG))
-    session = await sessions.create()
-    client = await stage.client(sessions.router)
-    body = compact({"model": "m", "messages": HI, "stream": True})
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, body))
-    await client.read_head("POST")
-    assert await client.read_part()
-    client.abort()
-    await stage.nothing_under_way()
-    assert await sessions.records(session) == []
-    await nothing_is_held(sessions)
-    await the_next_turn_works(sessions, worker)
-
-
-async def test_worker_lost_before_its_answer_is_replaced_and_rows_come_from_the_next(stage: Stage) -> None:
-    lost, other = await stage.worker(), await stage.worker()
-    lost.always(script(RESET))
-    other.always(native(GOOD, stream=False))
-    trial = await experts_trial(stage, lost, other)
-    for _ in range(2):
-        assert (await trial.post("/generate", ASKED)).status == 200
-    assert lost.requests
-    assert json.loads(other.requests[-1].body)["return_routed_experts"] is True
-    assert np.array_equal(await trial.rows(rid="r1"), truth(TOKENS))
-
-
 # Answers without an end
 
 
@@ -231,23 +181,6 @@ async def test_rows_without_an_end_take_no_more_room_than_there_is(
     assert (len(got.body) > 20 * len(more) - 1000) == asks
     assert await trial.missing() == {"experts_fit": 1}
     await nothing_is_held(trial)
-    await the_next_works(trial, worker)
-
-
-async def test_an_event_that_never_ends_holds_nothing_and_is_given_up_with_its_worker(
-    stage: Stage, worker: ScriptedWorker, trial: ExpertsTrial
-) -> None:
-    for experts, asks in itertools.product((GOOD, None), (False, True)):
-        with case(experts, asks):
-            unended = event_of(generated(IDS, experts))[:-2]
-            worker.next(script(chunked_head(EVENT_STREAM), chunk(event_of(RUNNING)), chunk(unended), RESET))
-            with pytest.raises(CutReply) as caught:
-                await trial.post("/generate", {**ASKED, "stream": True, "return_routed_experts": asks})
-            assert caught.value.reply.status == 200
-            assert b"finish_reason" in caught.value.reply.body
-            assert b'"type":"length"' not in caught.value.reply.body or asks
-            await stage.nothing_under_way()
-            await nothing_is_held(trial)
     await the_next_works(trial, worker)
 
 

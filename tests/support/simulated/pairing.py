@@ -72,7 +72,6 @@ class HalfGeneration(Generation):
         self.finish_reason = self.finish_reason or dict(self._to_finish or ABORTED)
 
     def fail(self, message: str, status: int) -> None:
-        """End with an engine failure."""
         self.finish_reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
 
 

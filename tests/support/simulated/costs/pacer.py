@@ -48,7 +48,6 @@ class Pacer:
         return job.made
 
     def wake(self, job: Job) -> None:
-        """Wake the task that waits for a job."""
         if event := self._news.get(job):
             event.set()
 
@@ -77,7 +76,6 @@ class Pacer:
         return time.monotonic() * self.time_scale  # an event loop's own clock may not advance within one iteration
 
     def _now(self) -> float:
-        """Return the simulated time in seconds."""
         return self._clock() - self._behind if self._stopped_at is None else self._stopped_at
 
     def _hear(self) -> None:

@@ -141,7 +141,6 @@ class Schedule:
 
     @property
     def running(self) -> int:
-        """The number of jobs in the decode batch."""
         return len(self._batch.jobs)
 
     @property
@@ -218,7 +217,6 @@ class Schedule:
         self._chunked = None
 
     def resume(self) -> None:
-        """Begin work again after `retract_all`."""
         self._go_on()
 
     # Work
