@@ -9,7 +9,7 @@ import pytest
 
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, request
-from tests.support.running_router import RunningRouter
+from tests.support.running_router import RunningRouter, processes_used
 from tests.support.scripted_worker import HANG, RESET, Visit, chunk, chunked_head, head, reply, script
 from tests.support.stage import Stage, both_ways
 from tests.support.waiting import until
