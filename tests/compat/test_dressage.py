@@ -207,22 +207,6 @@ async def test_a_rollout_that_was_rejected_is_discarded_whatever_it_is(
     assert trial.statistics()["bytes"] == 0
 
 
-async def test_a_segment_that_was_cut_off_reads_as_truncated(stage: Stage, http: aiohttp.ClientSession) -> None:
-    worker = able(await stage.worker()).always(script(chat_reply([7, 8], finish_reason="abort")))
-    trial = await session_trial(stage, worker)
-    assert await _truncated(trial, http)
-    worker.always(script(chat_reply([7, 8], finish_reason="stop")))
-    assert not await _truncated(trial, http)
-
-
-async def _truncated(trial: SessionTrial, http: aiohttp.ClientSession) -> bool:
-    client = DressageClient(http, trial.router.url)
-    await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP)
-    await client.finalize("s", instance_id=GROUP)
-    (sample,) = read_segments(await client.read("s", instance_id=GROUP))
-    return bool(sample.truncated)
-
-
 async def test_segments_have_the_tools_of_their_turns_and_those_of_completions_none(
     stage: Stage, http: aiohttp.ClientSession
 ) -> None:
@@ -235,14 +219,3 @@ async def test_segments_have_the_tools_of_their_turns_and_those_of_completions_n
         payload = await client.read("s", instance_id=GROUP)
         assert len(read_segments(payload)) == 2
         assert [segment["tools"] for segment in payload["data"]] == [[ADD], None]
-
-
-async def test_another_view_of_segments_is_refused(stage: Stage, http: aiohttp.ClientSession) -> None:
-    worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
-    trial = await session_trial(stage, worker)
-    client = DressageClient(http, trial.router.url)
-    await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP)
-    await client.finalize("s", instance_id=GROUP)
-    answer = await trial.ask("POST", "/trajectory/read", {"session_id": "s", "drain": True, "segment_view": "timeline"})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert len(read_segments(await client.read("s", instance_id=GROUP, segment_view="lineage"))) == 1

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import itertools
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from miles_router.client import RouterClient, Sample, agentic, multi_turn, single_turn
-from miles_router.client.dialects.verl import (
-    AgentLoop,
-    AgentLoopOutput,
-    AgentLoopWorker,
-    ChatTemplate,
-    RolloutConfig,
-    register,
-)
 from miles_router.trajectory import InvalidTrajectory, Malformed
 from miles_router.trajectory.sample import READERS, WRITERS, Format
-from tests.support.chat import family_tokenizer
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 
@@ -160,21 +149,3 @@ def test_a_file_with_them_is_refused_by_name() -> None:
 
 
 # Framework dialects
-
-
-@register("not_finite")
-class NotFinite(AgentLoop):
-    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        return AgentLoopOutput([1], [2], [1], **fields["made"])
-
-
-async def test_a_loop_of_verl_gives_no_such_reward() -> None:
-    server: Any = SimpleNamespace()
-    worker = AgentLoopWorker(server, ChatTemplate(family_tokenizer("qwen3")), RolloutConfig())
-    rewards: list[Any] = [0.0, np.float32("inf")]
-    for made, place in (
-        ({"reward_score": math.nan}, "reward_score is nan"),
-        ({"extra_fields": {"tool_rewards": rewards}}, r"extra_fields\.tool_rewards\[1\] is inf"),
-    ):
-        with pytest.raises(ValueError, match=place):
-            await asyncio.wait_for(worker.run({}, agent_name="not_finite", made=made), 10)

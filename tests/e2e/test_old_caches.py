@@ -14,10 +14,9 @@ import orjson
 import pytest
 
 from miles_router.control import standstill
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
+from tests.support.cache_trial import simulated_trial
 from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
@@ -177,15 +176,6 @@ async def test_an_update_behind_the_router_counts_as_soon_as_it_is_seen(stage: S
         assert (await generate(router))["cached_tokens"] == 0
 
 
-async def test_an_update_by_a_path_of_the_users_own_counts(stage: Stage) -> None:
-    path = "/update_weights_from_tensor"
-    async with fleet(stage, settings={"fan_out": (path,)}) as (worker, router):
-        await generate(router)
-        worker.faults.status(200, path=path)
-        assert (await post(router, path, flush_cache=False)).status == 200
-        assert (await generate(router))["cached_tokens"] == 0
-
-
 async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(stage: Stage) -> None:
     async with fleet(stage) as (worker, router), WatchedWorker(weight_version="1", stop_probability=0.0) as other:
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
@@ -214,15 +204,6 @@ async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog
 
 
 # What goes on
-
-
-async def test_a_generation_that_is_resumed_is_prefilled_anew(stage: Stage) -> None:
-    async with fleet(stage, token_latency_s=LATENCY, settings={"partial_rollout": "resume"}) as (worker, router):
-        async with endless(router, worker) as running:
-            await update(router, "2", "abort")
-            await samples(worker)
-        assert [span["version"] for span in running.result()["weight_versions"]] == ["1", "2"]
-        assert worker.cache.reused == set()
 
 
 async def test_a_session_keeps_its_cache_and_its_sample_says_whose_it_was(stage: Stage) -> None:
@@ -264,20 +245,6 @@ async def test_a_text_keeps_its_cache_and_is_retrieved_with_the_versions_that_fi
         assert again["meta_info"]["cached_tokens"] == 0, "the same prompt again is a new generation"
         assert both[1]["meta_info"]["cached_tokens"] > 0, "which shares with its own kind"
         assert keys(worker) == [None, None, keys(worker)[2], keys(worker)[2]]
-
-
-async def test_continued_text_reports_the_versions_of_all_caches_it_used(stage: Stage) -> None:
-    settings = {"middlewares": (MiddlewareSpec(CACHE, {}),), "hf_checkpoint": checkpoint(), "partial_rollout": "resume"}
-    async with fleet(stage, settings=settings, tokenizer=checkpoint(), token_latency_s=LATENCY) as (worker, router):
-        trial, text = Trial(router, worker), "Question: what is one and one?"
-        running = spawn(trial.generate(text=text, sampling_params=ENDLESS, rid="endless"), name="running")
-        await samples(worker)
-        await update(router, "2", "abort")
-        await samples(worker)
-        assert (await post(router, "/abort_request", rid="endless")).status == 200
-        meta = (await running)["meta_info"]
-        assert (meta["cached_tokens"], len(meta["weight_versions"])) == (0, 2), "of its first part"
-        assert (await trial.retrieve(rid=meta["id"]))["cache_versions"] == ["1", "2"]
 
 
 # Updates that were refused
@@ -339,12 +306,3 @@ async def test_an_update_whose_cache_stays_full_is_refused(stage: Stage, monkeyp
         LetsGoLater(worker, 1000)
         answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
         assert (answer.status, answer.json()["success"]) == (400, False)
-
-
-async def test_an_update_that_is_refused_and_changed_nothing_changes_no_version(stage: Stage) -> None:
-    async with fleet(stage) as (worker, router):
-        await generate(router)
-        worker.faults.status(400, path="/update_weights_from_disk")
-        answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
-        assert answer.status == 400
-        assert router.pool.weight_version == worker.engine.named_version == "1"

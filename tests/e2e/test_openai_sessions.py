@@ -79,16 +79,6 @@ async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial)
     assert (about["untraced"], about["in_flight"]) == ([], 0)
 
 
-async def test_a_deleted_session_is_gone_and_its_memory_with_it(simulated: SessionTrial) -> None:
-    session = await simulated.create()
-    await simulated.chat(session, HI)
-    assert simulated.statistics()["bytes"] > 0
-    answer = await simulated.ask("DELETE", f"/sessions/{session}")
-    assert (answer.status, answer.body) == (204, b"")
-    assert (simulated.statistics()["sessions"], simulated.statistics()["bytes"]) == (0, 0)
-    assert refused(await simulated.ask("GET", f"/sessions/{session}"))[:2] == (404, "not_found")
-
-
 async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
     session = await simulated.create()
     first = await simulated.chat(session, HI)
@@ -265,14 +255,3 @@ async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
     assert (final.status, "untraced: 2" in final.json()["error"]["message"]) == (400, True)
     empty = await trial.create()
     assert (await trial.ask("POST", f"/sessions/{empty}/samples", {})).json()["samples"] == []
-
-
-async def test_sessions_are_behind_the_key_of_the_data_plane(stage: Stage, worker: ScriptedWorker) -> None:
-    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
-    routes = [("POST", "/sessions"), ("GET", "/sessions"), ("GET", "/sessions/s"), ("DELETE", "/sessions/s")]
-    for method, path in [*routes, ("POST", "/sessions/s/samples"), ("POST", f"/sessions/s{CHAT}")]:
-        for headers in ([], [("Authorization", "Bearer wrong")], [("Authorization", "Bearer admin")]):
-            assert refused(await trial.ask(method, path, {"messages": HI}, headers))[:2] == (401, "unauthorized")
-        assert worker.requests == []
-        answer = await trial.ask(method, path, {"messages": HI}, [("Authorization", "Bearer data")])
-        assert answer.status in (200, 404), path

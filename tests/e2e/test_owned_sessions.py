@@ -12,7 +12,7 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import checkpoint
-from tests.support.http import Client, RawReply, request
+from tests.support.http import Client, RawReply
 from tests.support.owned import name_of, names_of, several
 from tests.support.running_router import running_router
 from tests.support.scripted_chat import able, chat_reply
@@ -71,20 +71,6 @@ async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp
         assert sum(holding(trials)) == 3
 
 
-async def test_turns_that_are_pipelined_over_several_sessions_are_recorded_once_each(
-    stage: Stage, tmp_path: Path
-) -> None:
-    trials = await small(stage, tmp_path)
-    sessions = [await trials[place % 2].create() for place in range(4)]
-    body = json.dumps({"model": "m", "messages": HI}).encode()
-    order = [0, 1, 1, 2, 3, 0, 2, 1]
-    async with await Client.connect(trials[0].router.url) as client:
-        await client.send(b"".join(request("POST", f"/sessions/{sessions[i]}{CHAT}", JSON, body) for i in order))
-        assert [(await client.read("POST")).status for _ in order] == [200] * len(order)
-    for index, session in enumerate(sessions):
-        assert len(await trials[index % 2].records(session)) == order.count(index)
-
-
 async def test_unnamed_session_is_created_locally_and_a_named_one_at_its_owner(stage: Stage, tmp_path: Path) -> None:
     trials = await small(stage, tmp_path)
     for _ in range(4):
@@ -111,13 +97,6 @@ async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_p
     drained = await trials[0].ask("POST", "/trajectory/read", {"session_id": name, "drain": True})
     assert drained.json()["success"]
     assert holding(trials) == [0, 0]
-
-
-async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, tmp_path: Path) -> None:
-    trials = await small(stage, tmp_path)
-    made = (await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})).json()
-    assert made["base_url"].startswith("http://router.test/sessions/")
-    assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
 
 
 async def test_a_client_that_names_no_host_is_told_where_it_has_connected(stage: Stage, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -55,63 +54,6 @@ async def test_a_text_that_goes_on_finds_its_ids_wherever_it_lands(stage: Stage,
         assert held(trials) == [8, 4, 4], "where each was new"
 
 
-async def test_a_group_that_arrives_everywhere_at_once_goes_on_from_its_own_answers(
-    stage: Stage, tmp_path: Path
-) -> None:
-    async with trials_of(stage, tmp_path, 4) as trials:
-        text = SYSTEM + "One question: "
-        answers = await asyncio.gather(*(trials[place % 4].generate(text=text) for place in range(8)))
-        assert held(trials) == [2] * 4, "each encodes the prompt itself"
-        for trial in trials:
-            await trial.generate(text=text)
-        assert held(trials) == [3] * 4, "also where others have answered it before"
-        given = {each.generations[0].rid: each.generations[0] for each in trials[0].log}
-        prompts = {tuple(each.input_ids) for each in given.values()}
-        assert len(prompts) == 1, "and all have the same ids"
-        for place, answer in enumerate(answers):
-            sampled = given[answer["meta_info"]["id"]]
-            await trials[(place + 1) % 4].generate(text=f"{text}{answer['text']} And then?")
-            (ids,) = trials[0].given()
-            before = [*sampled.input_ids, *sampled.output_ids]
-            assert ids[: len(before)] == before
-        assert held(trials) == [5] * 4
-
-
-async def test_a_beginning_that_many_share_moves_nothing(stage: Stage, tmp_path: Path) -> None:
-    async with trials_of(stage, tmp_path, 2) as trials:
-        await trials[0].generate(text=SYSTEM)
-        for prompt in range(7):
-            await trials[prompt % 2].generate(text=SYSTEM + f"Question {prompt}: ")
-        assert sorted(held(trials)) == [3, 5], "what was only given is nobody's"
-
-
-async def test_a_text_with_half_a_surrogate_pair_is_asked_for_like_any(stage: Stage, tmp_path: Path) -> None:
-    async with trials_of(stage, tmp_path, 2) as trials:
-        body = b'{"text": "Say \\ud83d: ", "sampling_params": {"max_new_tokens": 4}}'
-        for trial in trials:
-            reply = await ask(trial.router.url, "POST", "/generate", JSON, body)
-            assert reply.status == 200, reply.body
-        assert held(trials) == [1, 1]
-        found = await ask(trials[1].router.url, "POST", "/retrieve_from_text", JSON, b'{"text": "Say \\ud83d: "}')
-        assert found.status == 200, found.body
-
-
-async def test_whoever_has_most_of_a_text_has_it(stage: Stage, tmp_path: Path) -> None:
-    async with trials_of(stage, tmp_path, 3) as trials:
-        first = await trials[0].generate(text="Question: ")
-        whole = f"Question: {first['text']} And then?"
-        second = await trials[1].generate(text=whole)
-        assert held(trials) == [2, 0, 0]
-        routed = trials[2].router
-        longer = {"text": f"{whole}{second['text']} And now?", "sampling_params": {"max_new_tokens": 4}}
-        hop = [*JSON, ("X-Miles-Router-Hop", "forward")]  # as if it had been asked for
-        reply = await ask(routed.url, "POST", "/generate", hop, json.dumps(longer).encode())
-        assert (reply.status, held(trials)) == (200, [2, 0, 1])
-        goes_on = f"{longer['text']}{reply.json()['text']} Go on."
-        await trials[0].generate(text=goes_on)
-        assert held(trials) == [2, 0, 2], "which has more of it than the one with its beginning"
-
-
 async def test_ids_go_on_from_texts_and_texts_from_ids(stage: Stage, tmp_path: Path) -> None:
     async with trials_of(stage, tmp_path, 3) as trials:
         first = await trials[0].generate(text=SYSTEM + "a")
@@ -139,15 +81,6 @@ async def test_spellings_of_one_text_in_several_processes_are_ambiguous_everywhe
             assert not other["ambiguous"]
             for rid in rids:
                 assert not (await trial.retrieve(rid=rid))["ambiguous"], "an id selects exactly one"
-
-
-async def test_equal_spellings_in_several_processes_are_not_ambiguous(stage: Stage, tmp_path: Path) -> None:
-    async with trials_of(stage, tmp_path, 2) as trials:
-        greedy = {"temperature": 0, "max_new_tokens": 4}
-        answers = [await trial.generate(text="one", sampling_params=greedy) for trial in trials]
-        assert held(trials) == [1, 1]
-        for trial in trials:
-            assert not (await trial.retrieve(text=f"one{answers[0]['text']}"))["ambiguous"]
 
 
 async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, tmp_path: Path) -> None:
@@ -190,19 +123,6 @@ async def test_a_text_that_is_too_long_is_refused_before_anybody_looks_whose_it_
         for router in routers:
             forwarded: Any = router.app.router.owners.numbers()[0]
             assert forwarded.questions == 0
-
-
-async def test_a_batch_has_one_owner_and_goes_on_there(stage: Stage, tmp_path: Path) -> None:
-    async with trials_of(stage, tmp_path, 3) as trials:
-        texts = [f"Question {each}: " for each in range(4)]
-        answers = await trials[0].generate(text=texts)
-        given = trials[0].given()
-        assert held(trials) == [4, 0, 0]
-        longer = [f"{text}{answer['text']} Go on." for text, answer in zip(texts, answers, strict=True)]
-        await trials[1].generate(text=longer[2])
-        assert trials[1].given()[0][: len(given[2])] == given[2]
-        await trials[2].generate(text=longer)
-        assert held(trials) == [9, 0, 0]
 
 
 async def test_rows_are_delivered_from_whichever_process_holds_them(stage: Stage, tmp_path: Path) -> None:

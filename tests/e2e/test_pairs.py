@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from miles_router.testing import MoeShape, SimulatedWorker
+from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
 from tests.support.metrics import metric
@@ -88,12 +88,6 @@ async def test_several_samples_of_each_prompt(stage: Stage, stream: bool) -> Non
             assert [answer["output_ids"] for answer in reply.json()] == [each.output_ids for each in told]
 
 
-async def test_several_samples_of_one_prompt_are_a_list(stage: Stage) -> None:
-    async with halves(stage) as pair:
-        answers = await pair.answer(sampling_params={**SHORT, "n": 2}, return_logprob=[True])
-        assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers] == [6, 6]
-
-
 @whole_and_streamed
 async def test_logprobs_of_the_output_and_of_the_prompt(stage: Stage, stream: bool) -> None:
     asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [9, 10]}
@@ -122,32 +116,6 @@ async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream:
         answer = await pair.answer(stream=stream, return_routed_experts=True, routed_experts_start_len=start)
         check(pair, answer)
         assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]], start))
-
-
-@whole_and_streamed
-async def test_many_rows_of_several_prompts(stage: Stage, stream: bool) -> None:
-    wide = MoeShape(48, 128, 8)
-    async with halves(stage, worker={"moe": wide}) as pair:
-        prompts = [list(range(100, 100 + count)) for count in (700, 3, 401)]
-        reply = await pair.generate(input_ids=prompts, stream=stream, return_routed_experts=True)
-        ends = {event["index"]: event for event in events_of(reply.body)} if stream else dict(enumerate(reply.json()))
-        for place, prompt in enumerate(prompts):
-            rows = np.frombuffer(base64.b64decode(ends[place]["meta_info"]["routed_experts"]), np.int32)
-            assert np.array_equal(rows.reshape(-1, 48, 8), route(wide, [*prompt, *ends[place]["output_ids"]]))
-
-
-@whole_and_streamed
-async def test_expert_rows_of_an_answer_of_one_token(stage: Stage, stream: bool) -> None:
-    async with halves(stage, worker=TELLING) as pair:
-        answer = await pair.answer(stream=stream, return_routed_experts=True, sampling_params={"max_new_tokens": 1})
-        assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
-
-
-async def test_expert_rows_of_several_samples(stage: Stage) -> None:
-    async with halves(stage, worker=TELLING) as pair:
-        answers = await pair.answer(sampling_params={**SHORT, "n": 3}, return_routed_experts=True)
-        for answer in answers:
-            assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
 
 
 @whole_and_streamed
@@ -217,18 +185,6 @@ async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> Non
         assert answer.status == 200, answer.body
         assert answer.json()["output_ids"] == decode.log.generations[-1].output_ids
         assert len(prefill.log.at("/generate")) == 1
-
-
-async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> None:
-    router = await stage.router()
-    async with (
-        HalfWorker(Pairing("prefill"), router_url=router.url) as prefill,
-        HalfWorker(Pairing("decode"), router_url=router.url) as decode,
-    ):
-        await until(lambda: len(router.pool) == 2, "both have registered")
-        pair = Halves(router, [prefill], [decode])
-        check(pair, await pair.answer())
-        await until(lambda: not router.leftovers(), "the first probes are over")
 
 
 @pytest.mark.alone("idle workers take turns in each process")

@@ -84,30 +84,6 @@ async def test_a_turn_outlives_an_update(stage: Stage, mode: str, phase: str) ->
         assert sampled["2"] == 8 if phase == "prompt" else 0 < sampled["2"] < 8
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("phase", ["prompt", "output"])
-async def test_a_turn_that_was_cut_counts_once_in_its_contract(stage: Stage, phase: str, stream: bool) -> None:
-    trial = await session_trial(stage, partial_rollout="resume", hf_checkpoint=tokenizer_directory("qwen3"))
-    worker = {"tokenizer": qwen3(), "weight_version": "1"}
-    async with halves(stage, router=trial.router, worker=worker) as pair:
-        session = await trial.create(contract={"budget": {"max_tokens": 30}, "freshness": {"oldest_version": 1}})
-        pair.hold(pair.prefills if phase == "prompt" else pair.decodes)
-        async with under_way(trial.turn(session, HI, max_tokens=1000, ignore_eos=True, stream=stream)) as turn:
-            await (pair.prefilling() if phase == "prompt" else pair.decoding())
-            await pair.post("/pause_generation", mode="abort")
-            pair.release()
-            await pair.post("/update_weight_version", new_version="2", abort_all_requests=False)
-            await pair.post("/continue_generation")
-            assert (await turn).status == 200
-        parts = [each for each in turns_of(pair, CHAT) if each.output_ids]
-        assert sum(len(each.output_ids) for each in parts) == 30
-        (sample,) = await trial.samples(session)
-        exactly(sample, *parts)
-        assert (sum(sample["loss_mask"]), sample["metadata"]["end_reason"]) == (30, "budget_tokens")
-        versions = [run["version"] for run in sample["weight_versions"]]
-        assert versions == (["2"] if phase == "prompt" else ["1", "2"])
-
-
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
 async def test_a_streamed_turn_outlives_the_loss_of_a_half(stage: Stage, lost: str) -> None:
     trial = await session_trial(stage, resume_on_worker_loss=True, hf_checkpoint=tokenizer_directory("qwen3"))

@@ -12,7 +12,7 @@ import pytest
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.engine import PauseMode
 from tests.support.fleet import post, requests_of
-from tests.support.http import CutReply, request
+from tests.support.http import request
 from tests.support.resuming import (
     ABORT,
     DONE,
@@ -257,19 +257,6 @@ async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> N
             one.asked.clear()
 
 
-async def test_a_comment_between_events_does_not_keep_a_stream_from_going_on(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-
-    def cut(paused: asyncio.Event) -> Behaviour:
-        return script(EVENTS, chunk(b": ping\n\n"), event(answer([5])), paused, event(answer([5, 6], ABORT)), *END)
-
-    generating = await pause(router, one, cut, lambda: generate(router, stream=True))
-    one.goes.append(script(EVENTS, chunk(b": ping\n\n"), event(answer([7], length(1), prompt=4)), *END))
-    *_, last, _, _ = (await going_on(router, generating)).body.split(b"\n\n")
-    assert orjson.loads(last.removeprefix(b"data: "))["output_ids"] == [5, 6, 7]
-
-
 # The expert ids of a long rollout, which nobody needs to hold while they pass
 
 LONG_ROWS = b"QUFB" * 100_000
@@ -304,21 +291,6 @@ async def test_a_long_answer_that_nobody_cut_is_given_on_before_it_has_ended(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_long_answer_whose_worker_is_lost_never_looks_complete(stage: Stage, stream: bool) -> None:
-    one, rest = await engine(stage), asyncio.Event()
-    router = await stage.router(one.worker, partial_rollout="resume")
-    head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])
-    one.goes.append(script(head, chunk(long_reply(stream, length(1))[:-60]), rest, RESET))
-    client = await stage.client(router)
-    await client.send(request("POST", "/generate", JSON, orjson.dumps({"input_ids": PROMPT, "stream": stream})))
-    await client.read_head("POST")
-    assert await client.read_part()
-    rest.set()
-    with pytest.raises(CutReply):
-        await client.read_body()
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream: bool) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")
@@ -339,15 +311,6 @@ async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream
 
 
 # Aborts, and clients that leave
-
-
-async def test_an_abort_between_two_goes_is_answered_at_once_with_what_has_come(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    first = answer([5], ABORT, id="mine")
-    generating = await pause(router, one, one_piece(first), lambda: generate(router, rid="mine"))
-    await post(router, "/abort_request", rid="mine")
-    assert (await soon(generating)).json() == first
 
 
 async def test_an_abort_at_the_moment_of_continue_is_final(stage: Stage) -> None:
@@ -404,29 +367,6 @@ async def test_an_abort_of_one_of_several_reaches_its_worker_and_ends_it_alone(s
     first, second = (await going_on(router, generating)).json()
     assert (first["output_ids"], first["meta_info"]["finish_reason"]) == ([5, 7], ABORT)
     assert (second["output_ids"], second["meta_info"]["finish_reason"]) == ([6, 7, 8], length(3))
-
-
-async def test_a_cut_that_arrives_after_another_has_gone_on_is_one_all_the_same(stage: Stage) -> None:
-    both = one, two = await engine(stage), await engine(stage)
-    router = await stage.router(one.worker, two.worker, partial_rollout="resume")
-    parts = [answer([token], ABORT) for token in (5, 6)]
-    asking = lambda: generate(router, input_ids=[[1, 2], [3, 4]])  # noqa: E731
-    generating = await pause(router, one, one_piece(*parts), asking)
-    quick, late = asyncio.Event(), asyncio.Event()
-    one.goes.append(script(quick, in_one([answer([7], ABORT, prompt=3)])))
-    two.goes.append(script(late, in_one([answer([7], ABORT, prompt=3)])))
-    await post(router, "/continue_generation")
-    await until(lambda: len(one.asked) == 2 and len(two.asked) == 1, "both run")
-    await post(router, "/pause_generation")
-    quick.set()
-    await until(lambda: held(router), "the one was cut")
-    for each in both:
-        each.goes.extend([told(answer([8], length(1), prompt=4)) for _ in range(2)])
-    await post(router, "/continue_generation")
-    await until(lambda: len(one.asked) + len(two.asked) == 4, "the one goes on")
-    late.set()
-    came = (await soon(generating)).json()
-    assert [each["output_ids"] for each in came] == [[5, 7, 8], [6, 7, 8]]
 
 
 @pytest.mark.parametrize("where", ["at the gate", "while a worker is asked", "in the next go"])

@@ -13,15 +13,12 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.client import RouterClient
 from miles_router.fleet.workers import WorkerState
-from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support import http
-from tests.support.fleet import JSON, info, post, posting, until_health
+from tests.support.fleet import JSON, info, post, posting
 from tests.support.http import RawReply
-from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_apis import case
 from tests.support.tokenizers import tokenizer_directory
@@ -119,12 +116,6 @@ async def test_an_unknown_model_is_404_with_those_that_are_known_and_no_worker_h
                 "model_not_found",
             )
             assert "known models: actor, judge, org/plain" in error["message"]
-
-
-async def test_a_fleet_without_a_model_id_never_looks_at_the_model() -> None:
-    async with scene(default=True) as made:
-        assert await made.answers(model="anything") == ""
-        assert await made.answers("/generate", model=7) == ""
 
 
 async def test_a_request_that_names_no_model_is_for_the_workers_that_were_given_none() -> None:
@@ -236,29 +227,6 @@ async def test_the_default_pool_may_have_a_name() -> None:
         assert await made.answers(model="judge") == "judge"
 
 
-async def test_workers_of_a_later_pool_are_checked_too() -> None:
-    settings = {"health_check_interval": 0.05, "health_check_failure_threshold": 1}
-    async with scene("judge", default=True, settings=settings) as made:
-        (record,) = [each for each in made.router.app.pools.workers if each.url == made["judge"].url]
-        await made["judge"].kill()
-        await until(lambda: record.state is WorkerState.QUARANTINED, "it is found")
-        await made["judge"].restart()
-        await until(lambda: record.state is WorkerState.READY, "it is back")
-
-
-async def test_numbers_are_of_all_pools() -> None:
-    async with scene("judge", default=True, token_latency_s=0.02) as made:
-        long = {"max_new_tokens": 30_000, "ignore_eos": True}
-        clients = [posting(made.router, text="Hi", sampling_params=long, model=name) for name in ("default", "judge")]
-        await until(lambda: all(worker.running for worker in made.workers.values()), "both generate")
-        await until_health(made.router, in_flight=2)
-        for worker in made.workers.values():
-            assert await metric(made.router, "miles_router_in_flight", worker=worker.url) == 1
-        for client in clients:
-            client.cancel()
-        await asyncio.wait(clients)
-
-
 # What is done to one of them
 
 
@@ -289,14 +257,6 @@ async def test_weight_versions_are_of_one_pool() -> None:
             assert (await register(made.router, late, "judge")).json()["state"] == "outdated"
 
 
-async def test_without_a_model_id_the_workers_that_were_given_none_are_meant() -> None:
-    async with scene("judge", default=True) as made:
-        assert (await post(made.router, "/update_weight_version", new_version="7")).status == 200
-        assert (made[""].weight_version, made["judge"].weight_version) == ("7", "default")
-        assert (await post(made.router, "/pause_generation", mode="abort")).status == 200
-        assert await made.answers(model="judge") == "judge"
-
-
 async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody() -> None:
     async with scene("actor", "judge") as made:
         for query in ["", "?model_id=gpt-4"]:
@@ -305,21 +265,6 @@ async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody() 
                 assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
                 assert "known models: actor, judge" in answer.json()["error"]["message"]
                 assert [worker.log.at("/pause_generation") for worker in made.workers.values()] == [[], []]
-
-
-async def test_what_a_pause_cut_goes_on_in_its_own_pool() -> None:
-    settings = {"partial_rollout": "resume"}
-    async with scene("judge", default=True, settings=settings, token_latency_s=0.01) as made:
-        judge = made["judge"]
-        params = {"max_new_tokens": 60, "ignore_eos": True}
-        client = posting(made.router, text="Hi", sampling_params=params, model="judge")
-        await until(lambda: any(each.output_ids for each in judge.engine.running.values()), "it has begun")
-        assert (await post(made.router, "/pause_generation?model_id=judge", mode="abort")).status == 200
-        await until(lambda: made.router.app.pools.of_id("judge").fleet.gate.held == 1, "it waits")
-        assert (await post(made.router, "/continue_generation?model_id=judge")).status == 200
-        assert (await client).json()["meta_info"]["completion_tokens"] == 60
-        assert len(judge.log.generations) > 1
-        assert made[""].log.generations == []
 
 
 # Layers
@@ -350,27 +295,6 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         session = (await post(made.router, "/sessions")).json()["session_id"]
         answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
         assert (answer.status, b"sessions are available only for the model 'actor'" in answer.body) == (400, True)
-
-
-class Onlooker:
-    """A layer that says nothing of models."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
-        self.seen: list[tuple[str, str | None]] = []
-        router.state.onlooker = self
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self.seen.append((scope["path"], Exchange.of(scope).pool))
-        await self.app(scope, receive, send)
-
-
-async def test_other_layers_see_every_request() -> None:
-    settings = {"middlewares": (MiddlewareSpec(f"{__name__}.Onlooker", {}),)}
-    async with scene("judge", default=True, settings=settings) as made:
-        assert [await made.answers(model=name) for name in ("default", "judge")] == ["", "judge"]
-        assert made.router.app.router.state.onlooker.seen == [(CHAT, None), (CHAT, "judge")]
 
 
 # Adapters
@@ -417,13 +341,6 @@ async def test_an_adapter_that_a_generation_names_itself_counts() -> None:
         assert applied(made["actor"]) == "one"
 
 
-async def test_a_route_that_never_applies_an_adapter_answers_nothing() -> None:
-    async with with_adapters() as made:
-        for model in ("actor:one", "one"):
-            answer = await made.answers("/v1/responses", model=model)
-            never_applied(answer)
-
-
 async def test_an_adapter_that_nobody_has_is_never_answered_by_base_weights() -> None:
     async with with_adapters() as made:
         for model in ("actor:three", "judge:one"):
@@ -432,14 +349,6 @@ async def test_an_adapter_that_nobody_has_is_never_answered_by_base_weights() ->
             assert (answer.status, b"never been loaded" in answer.body) == (400, True)
         error = refused(await made.answers(model="three"))
         assert "adapters: org/actor:one, org/actor:org/two:b" in error["message"]
-
-
-async def test_an_adapter_loaded_behind_the_router_is_found() -> None:
-    async with scene("actor", "judge", enable_lora=True) as made:
-        loaded = orjson.dumps({"lora_name": "late", "lora_path": "/x"})
-        assert (await http.ask(made["judge"].url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
-        assert await made.answers("/generate", model="late") == "judge"
-        assert applied(made["judge"]) == "late"
 
 
 @asynccontextmanager
@@ -472,14 +381,6 @@ async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> 
                 assert await made.answers(path, model=model) == ""
                 assert applied(made[""]) is None
                 assert made[""].log.at(path)[-1].json()["model"] == model
-
-
-async def test_a_name_that_an_order_about_adapters_had_wrong_is_the_models() -> None:
-    async with one_model_with_adapters() as made:
-        refused = await post(made.router, "/unload_lora_adapter", lora_name="gpt-4")
-        assert refused.status == 400
-        assert await made.answers(model="gpt-4") == ""
-        assert applied(made[""]) is None
 
 
 async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_base_weights() -> None:
@@ -588,21 +489,3 @@ async def test_a_model_that_cannot_be_written_is_refused() -> None:
         body = b'{"text":"Hi","model":"default:\\ud800"}'
         answer = await made.router.ask("POST", "/generate", JSON, body)
         assert answer.status == 400, answer.body
-
-
-async def test_an_order_about_something_else_names_no_adapter() -> None:
-    async with one_model_with_adapters() as made:
-        assert (await post(made.router, "/flush_cache", lora_name="gpt-4")).status == 200
-        assert await made.answers(model="gpt-4") == ""
-        assert applied(made[""]) is None
-
-
-async def test_a_client_controls_the_workers_of_one_model() -> None:
-    async with scene("actor", "judge") as made, RouterClient(made.router.url) as client:
-        actor = client.of_model("actor")
-        async with actor.paused():
-            await actor.update_weight_version("7")
-        assert (made["actor"].weight_version, made["judge"].weight_version) == ("7", "default")
-        await actor.remove_worker(made["actor"].url)
-        assert (await actor.add_worker(made["actor"].url))["url"] == made["actor"].url
-        assert await made.answers(model="actor") == "actor"

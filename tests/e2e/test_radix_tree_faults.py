@@ -95,12 +95,6 @@ async def test_media_that_hold_nothing_are_no_media(trial: Trial) -> None:
             assert trial.statistics()["passed_through"] == {}
 
 
-async def test_media_beside_empty_ones_are_still_beyond_text(trial: Trial) -> None:
-    for media in ({"image_data": [[], ["aGk="]]}, {"image_data": [], "audio_data": "aGk="}):
-        await trial.post("/generate", {"text": ["x", "y"], "sampling_params": SHORT, **media})
-    assert trial.statistics()["passed_through"] == {"beyond_text": 2}
-
-
 async def test_ids_that_no_engine_has_are_refused(trial: Trial) -> None:
     """An engine ends over them."""
     for ids in [[1, -1], [1 << 31], [1 << 40], [[1], [-1]]]:
@@ -111,28 +105,11 @@ async def test_ids_that_no_engine_has_are_refused(trial: Trial) -> None:
             assert (trial.log, trial.statistics()["passed_through"]) == ([], {})
 
 
-async def test_malformed_bodies_are_refused(trial: Trial) -> None:
-    for body in [b"", b"{", b"\xff", b'{"text": "a"', b'{"text": "\\ud8"}']:
-        with case(body):
-            answer = await trial.post("/generate", body)
-            assert (answer.status, answer.error_type) == (400, "invalid_request")
-
-
 async def test_empty_prompts_are_refused_because_a_worker_ends_over_them(trial: Trial) -> None:
     for prompt in [{"text": ""}, {"text": ["a", ""]}, {"input_ids": []}, {"input_ids": [[1], []]}]:
         with case(prompt):
             assert (await trial.post("/generate", prompt)).status == 400
             assert not trial.log
-
-
-async def test_other_paths_and_methods_are_untouched(stage: Stage) -> None:
-    worker = await stage.worker()
-    trial = await trial_before(stage, worker)
-    for method, path in (("POST", "/v1/completions"), ("POST", "/generate/x"), ("GET", "/generate"), ("POST", "/x")):
-        raw = b'{"text": "one",   "n": 1}'
-        await trial.router.ask(method, path, JSON, raw)
-        assert (worker.requests[-1].method, worker.requests[-1].path, worker.requests[-1].body) == (method, path, raw)
-    assert trial.statistics()["lookups"] == 0
 
 
 # What must not be recorded
@@ -257,29 +234,6 @@ async def test_answers_that_make_no_sense_pass_and_are_counted_and_logged_and_no
             statistics = trial.statistics()
             assert statistics["recorded"] == statistics["entries"] == 0
             assert statistics["passed_through"] == counted
-
-
-async def test_events_of_answers_that_nobody_asked_for_pass_and_are_counted_once(stage: Stage) -> None:
-    worker = await stage.worker()
-    odd = b"".join(written({**answer_of(), "index": index}) for index in (1, -1, "0", [0], 0.0))
-    sent = odd + event([7], "a", finish=True) + b"data: [DONE]\n\n"
-    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
-    trial = await trial_before(stage, worker)
-    got = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
-    assert got.body == sent
-    assert trial.statistics()["passed_through"] == {"answer_count": 1}
-    assert (await trial.retrieve(rid="r1"))["tokens"][-1:] == [7]
-
-
-async def test_events_of_several_answers_that_do_not_say_which_are_not_recorded(stage: Stage) -> None:
-    worker = await stage.worker()
-    sent = b"".join(written(answer_of(id=rid)) for rid in "ab") + b"data: [DONE]\n\n"
-    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
-    trial = await trial_before(stage, worker)
-    got = await trial.post("/generate", {"text": ["one", "two"], "stream": True, "return_logprob": True})
-    assert got.body == sent
-    assert trial.statistics()["passed_through"] == {"answer_count": 1, "incomplete": 2}
-    assert trial.statistics()["entries"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -85,14 +85,6 @@ async def test_ids_of_the_client_are_given_as_they_are_and_recognised(trial: Tri
     assert found["loss_mask"] == [0] * len(trial.given()[0][:-8]) + [1] * 6 + [0, 0] + [1] * 6
 
 
-async def test_unknown_fields_reach_the_worker_untouched(trial: Trial) -> None:
-    await trial.generate(text="one", priority=7, bogus={"a": [1.5, None, "é"]}, logprob_start_len=-1)
-    sent = trial.log[-1].json()
-    assert (sent["priority"], sent["bogus"]) == (7, {"a": [1.5, None, "é"]})
-    assert "text" not in sent
-    assert sent["return_logprob"] is True
-
-
 # The client's view
 
 
@@ -156,48 +148,6 @@ async def test_a_stream_is_given_on_event_by_event(stage: Stage) -> None:
             assert not trial.statistics()["recorded"]
             gate.set()
     assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
-
-
-async def test_events_are_understood_however_they_are_cut(stage: Stage) -> None:
-    whole = event([7], "a") + event([7, 8], "aé") + event([7, 8, 9], "aéc", finish=True) + b"data: [DONE]\n\n"
-    worker = await stage.worker()
-    trial = await trial_before(stage, worker)
-    for cut in [1, 7, 64, 1000]:
-        with case(cut):
-            pieces = [chunk(whole[i : i + cut]) for i in range(0, len(whole), cut)]
-            worker.always(script(chunked_head(STREAM), *pieces, b"0\r\n\r\n"))
-            answer = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
-            assert answer.body == whole
-            assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
-
-
-SPACES = (", ", " : ")
-
-
-@pytest.mark.parametrize(
-    ("start", "separators", "newline"),
-    [(b"data:", (",", ":"), b"\n"), (b"data: ", SPACES, b"\n"), (b"event: message\ndata: ", SPACES, b"\r\n")],
-)
-async def test_streams_of_any_spacing_and_order_of_keys_are_recorded(
-    stage: Stage, start: bytes, separators: tuple[str, str], newline: bytes
-) -> None:
-    written = [
-        json.loads(data_of(event(ids, text, finish=ids == [7, 8]))[0]) for ids, text in (([7], "a"), ([7, 8], "ab"))
-    ]
-    turned = [{name: each[name] for name in reversed(each)} for each in written]
-    end = newline + newline
-    parts = [start + json.dumps(each, separators=separators).encode() + end for each in turned]
-    parts = [part.replace(b"\ndata", newline + b"data") for part in parts]
-    whole = b"".join(parts) + b"data: [DONE]" + end
-    worker = await stage.worker()
-    worker.always(script(chunked_head(STREAM), chunk(whole), b"0\r\n\r\n"))
-    trial = await trial_before(stage, worker)
-    answer = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
-    assert answer.body == whole
-    assert (await trial.retrieve(rid="r1"))["tokens"][-2:] == [7, 8]
-    answer = await trial.post("/generate", {"text": "one", "stream": True})
-    assert b"output_token_logprobs" not in answer.body
-    assert trial.statistics()["recorded"] == 2
 
 
 async def test_versions_that_only_a_stream_s_events_named_are_recorded(stage: Stage) -> None:

@@ -179,13 +179,6 @@ async def test_a_client_that_pins_a_rank_itself_has_it_and_is_counted_there(
         assert router.app.router.metrics.ignored_ranks == 0
 
 
-@pytest.mark.parametrize("rank", [2, -1])
-async def test_a_rank_that_is_none_is_refused_by_the_engine(rank: int) -> None:
-    async with one() as (_, router):
-        answer = await post(router, "/generate", text="Hi", sampling_params=SHORT, routed_dp_rank=rank)
-        assert (answer.status, b"out of range [0, 2)" in answer.body) == (400, True)
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -213,19 +206,6 @@ async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
         assert b"dp_rank" not in worker.log.at(path)[-1].body
         assert worker.log.at(path)[-1].header("x-data-parallel-rank") is None
         assert [unit.rank for unit in record.units] == [None]
-
-
-async def test_what_ran_when_ranks_changed_stays_counted() -> None:
-    async with one(RankDeafWorker) as (worker, router):
-        (record,) = router.pool
-        clients = [posting(router, **ROUTES["/generate"]) for _ in range(3)]
-        await until(lambda: worker.running == 3, "all generate")
-        await post(router, "/generate", text="Hi", sampling_params=SHORT)
-        await post(router, "/generate", text="Hi", sampling_params=SHORT)
-        assert record.rank_fault
-        assert (record.in_flight, router.pool.in_flight) == (3, 3)
-        await left(*clients)
-        await until(lambda: router.pool.in_flight == 0, "every lease is given back")
 
 
 async def out_of_turn(worker: SimulatedWorker) -> None:

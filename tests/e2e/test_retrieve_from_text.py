@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -107,20 +106,6 @@ async def test_several_spellings_of_one_text_are_ambiguous_and_a_rid_selects_one
 
 
 @pytest.mark.alone("which of two processes has heard a generation last, nobody knows")
-async def test_of_several_spellings_the_newest_is_given(trial: Trial) -> None:
-    text, rids = await siblings(trial)
-    assert (await trial.retrieve(text=text))["rid"] == rids[1]
-
-
-async def test_equal_spellings_are_not_ambiguous(trial: Trial) -> None:
-    for _ in range(2):
-        await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
-    answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
-    found = await trial.retrieve(text=f"one{answer['text']}")
-    assert not found["ambiguous"]
-
-
-@pytest.mark.alone("which of two processes has heard a generation last, nobody knows")
 async def test_of_equal_spellings_the_newest_is_given(trial: Trial) -> None:
     for _ in range(3):
         answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
@@ -151,13 +136,6 @@ async def test_binary_answers_hold_the_same(trial: Trial) -> None:
     assert (refused.status, refused.error_type) == (404, "not_found")
 
 
-async def test_logprobs_can_be_left_out(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    found = await trial.retrieve(text=f"one{answer['text']}", return_logp=False)
-    assert "rollout_logp" not in found
-    assert len(found["tokens"]) == len(found["loss_mask"])
-
-
 async def test_a_text_with_its_hidden_tail_is_found_too(trial: Trial) -> None:
     assert trial.worker is not None
     trial.worker.say([*trial.worker.tokenizer.encode("Yes."), *trial.worker.tokenizer.encode("<|im_end|>")])
@@ -165,20 +143,6 @@ async def test_a_text_with_its_hidden_tail_is_found_too(trial: Trial) -> None:
     assert answer["text"] == "Yes."
     found = [await trial.retrieve(text=f"oneYes.{tail}", strict=True) for tail in ("", "<|im_end|>")]
     assert found[0]["tokens"] == found[1]["tokens"] == trial.given()[0] + answer["output_ids"]
-
-
-async def test_retrieving_while_others_generate(trial: Trial) -> None:
-    async def rollout(number: int) -> None:
-        text = f"rollout {number}:"
-        for _ in range(4):
-            answer = await trial.generate(text=text)
-            text += answer["text"]
-            found = await trial.retrieve(rid=answer["meta_info"]["id"])
-            assert found["response"] == text
-            assert found["tokens"][-6:] == answer["output_ids"]
-
-    await asyncio.gather(*(rollout(number) for number in range(16)))
-    assert trial.statistics()["recorded"] == 64
 
 
 # What is refused
@@ -210,20 +174,11 @@ async def test_what_cannot_be_asked_is_refused(trial: Trial) -> None:
             assert (refused.status, refused.error_type) == (400, "invalid_request")
 
 
-async def test_malformed_json_is_refused(trial: Trial) -> None:
-    for body in (b"", b"{", b"\xff"):
-        assert (await trial.post("/retrieve_from_text", body)).status == 400
-
-
 async def test_an_unknown_rid_is_not_found_and_one_of_another_text_is_refused(trial: Trial) -> None:
     answer = await trial.generate(text="one")
     assert (await trial.post("/retrieve_from_text", {"rid": "unknown"})).status == 404
     rid = answer["meta_info"]["id"]
     assert (await trial.post("/retrieve_from_text", {"rid": rid, "text": "another"})).status == 400
-
-
-async def test_other_methods_are_not_ours(trial: Trial) -> None:
-    assert (await trial.router.ask("GET", "/retrieve_from_text")).status in (404, 405)
 
 
 # Numbers

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import encode_routes
-from tests.support.cache_trial import CACHE, checkpoint, events
+from tests.support.cache_trial import CACHE, events
 from tests.support.experts_trial import (
     ASKED,
     HI,
-    MOE,
     SHORT,
     WIDTH,
     ExpertsTrial,
@@ -78,38 +76,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["whole", "cumulative", "incremental"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-async def test_every_generation_is_kept_whatever_was_asked_for(
-    stage: Stage, around: Sequence[str], shape: dict[str, Any], way: str
-) -> None:
-    async with simulated_experts(stage, around=around, incremental_streaming_output=way == "incremental") as trial:
-        answer = await trial.post("/generate", {"sampling_params": SHORT, **shape, "stream": way != "whole"})
-        assert answer.status == 200
-        seen = answer.json() if way == "whole" else events(answer.body)
-        assert isinstance(seen, list) == (way != "whole" or len(trial.generations()) > 1 or shape == {"text": ["one"]})
-        assert FIELD not in answer.body
-        assert trial.starts("/generate") == [0]
-        generations = trial.generations("/generate")
-        assert (trial.held["answers"], trial.held["missing"]) == (len(generations), {})
-        await all_kept(trial)
-        if around or isinstance(next(iter(shape.values())), str):  # prompts are told apart by who holds them
-            prompts = {tuple(each.input_ids): len(each.input_ids) for each in generations}
-            room = sum(prompts.values()) + sum(len(each.output_ids) - 1 for each in generations)
-            assert trial.held["bytes"] <= room * WIDTH, "a prompt's rows are held once for all of its samples"
-
-
-@pytest.mark.parametrize("field", [{"return_routed_experts": False}, {"routed_experts_start_len": 2}])
-async def test_a_client_that_asked_for_no_rows_gets_none_and_changes_nothing(
-    cached: ExpertsTrial, field: dict[str, Any]
-) -> None:
-    body = {"text": "Question: one?", "sampling_params": SHORT, **field}
-    assert FIELD not in (await cached.post("/generate", body)).body
-    assert cached.starts("/generate") == [0]
-    await all_kept(cached)
-
-
 @pytest.mark.parametrize(
     "raw", [b'{"text": "one"}', b' {"text":"one"}\n ', b'{\n"sampling_params": {},"text":"one"\n}']
 )
@@ -167,24 +133,6 @@ async def test_a_prompt_that_goes_on_is_asked_for_its_new_rows_alone(cached: Exp
     assert cached.held["reused_rows"] == sum(cached.starts("/generate"))
 
 
-@pytest.mark.alone("a list goes on in one process")
-async def test_prompts_that_hold_different_prefixes_are_asked_for_the_least(cached: ExpertsTrial) -> None:
-    texts = []
-    for prompt, count in (("Question: one?", 6), ("What is 17 plus 25? Think again, step by step", 9)):
-        said = await cached.generate(text=prompt, sampling_params={**SHORT, "max_new_tokens": count})
-        texts.append(prompt + said["text"])
-    held = [len(tokens_of(each)) - 1 for each in cached.generations("/generate")]
-    before = cached.held["bytes"]
-    await cached.generate(text=[f"{each} and more" for each in texts])
-    assert cached.starts("/generate")[-1] == min(held) > 0
-    new = [len(tokens_of(each)) - 1 - rows for each, rows in zip(cached.generations()[-2:], held, strict=True)]
-    assert cached.held["bytes"] == before + sum(new) * WIDTH, "what was held already is not held twice"
-    answers = await cached.generate(text=[f"{texts[1]} and less", "und"], sampling_params={**SHORT, "n": 2})
-    assert cached.starts("/generate")[-1] == 0, "of one of them nothing is held"
-    assert len(answers) == 4
-    await all_kept(cached)
-
-
 @pytest.mark.alone("texts of one prompt may lie in two processes, each of which asks for what it does not hold")
 async def test_a_prompt_that_is_held_as_a_whole_is_asked_for_what_comes_behind_it(cached: ExpertsTrial) -> None:
     first = await cached.generate(text="Question: one?")
@@ -197,17 +145,6 @@ async def test_a_prompt_that_is_held_as_a_whole_is_asked_for_what_comes_behind_i
     assert cached.starts("/generate")[-1] in (len(tokens) - 6, len(tokens) - 2), "within what was sampled"
     await all_kept(cached)
     assert first["output_ids"] == tokens[-6:]
-
-
-async def test_many_clients_at_once_do_not_mix(cached: ExpertsTrial) -> None:
-    async def chain(number: int) -> None:
-        text = "Question: one?" if number % 2 else f"Question: {number}?"
-        for turn in range(3):
-            text += (await cached.generate(text=text))["text"] + f"\n{number} {turn}?"
-
-    await asyncio.gather(*map(chain, range(16)))
-    assert len(cached.generations("/generate")) == 48
-    await all_kept(cached)
 
 
 # Clients that ask for rows themselves
@@ -292,26 +229,6 @@ async def test_events_are_given_on_as_they_come(stage: Stage) -> None:
             while not rest.endswith(DONE):
                 rest += await client.read_part()
             assert (FIELD in rest) == asks
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_gets_the_rows_that_the_worker_itself_would_tell_it(cached: ExpertsTrial, stream: bool) -> None:
-    first = await cached.generate(text="Question: one?")
-    ids = tokens_of(cached.generations()[-1])
-    body = {"input_ids": [*ids, 40, 41], "rid": "mine", "stream": stream, "return_routed_experts": True}
-    body["sampling_params"] = {**SHORT, "temperature": 0}
-    through = await cached.post("/generate", body)
-    assert cached.worker.log.at("/generate")[-1].json().get("routed_experts_start_len") is None, "as it asked"
-    async with SimulatedWorker(moe=MOE, tokenizer=checkpoint()) as other:
-        direct = await ask(other.url, "POST", "/generate", JSON, compact(body))
-        (generation,) = other.log.generations
-    want = encode_routes(truth(tokens_of(generation)))
-    for reply in (through, direct):
-        said = events(reply.body)[-1] if stream else reply.json()
-        assert said["meta_info"]["routed_experts"] == want
-        assert said["output_ids"] == generation.output_ids
-    assert np.array_equal(await cached.rows(rid="mine"), truth(tokens_of(generation)))
-    assert first["output_ids"] == ids[-6:]
 
 
 @pytest.mark.parametrize("way", ["whole", "cumulative", "incremental"])

@@ -44,13 +44,6 @@ async def cached(stage: Stage) -> AsyncIterator[ExpertsTrial]:
         yield made
 
 
-async def all_kept(trial: ExpertsTrial) -> None:
-    """Every generation of the worker's is delivered by its id."""
-    for generation in trial.generations("/generate"):
-        found = await trial.rows(rid=generation.rid)
-        assert np.array_equal(found, truth(tokens_of(generation)))
-
-
 # Delivery
 
 
@@ -116,14 +109,6 @@ async def test_any_id_may_name_rows(stage: Stage, rid: str) -> None:
     delivered = await trial.deliver(rid=rid)
     assert np.array_equal(array_of(delivered), truth([*ASKED["input_ids"], 7, 8]))
     assert (delivered.value("x-rid") or rid.encode()) == rid.encode()
-
-
-@pytest.mark.alone("the first process that has an id answers with what it has")
-async def test_of_two_generations_with_one_id_the_later_is_delivered(stage: Stage) -> None:
-    async with simulated_experts(stage) as trial:
-        for ids in ([40, 41], [42, 43, 44]):
-            await trial.generate(input_ids=ids, rid="same")
-        assert np.array_equal(await trial.rows(rid="same"), truth(tokens_of(trial.generations()[-1])))
 
 
 @pytest.fixture(scope="module")
@@ -313,23 +298,6 @@ async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> N
         assert (await trial.metric("bytes"), await trial.metric("generations")) == (0, 0)
         assert (await trial.refused(rid=rid))[:2] == (404, "not_found")
         assert trial.held["evicted"] == 0, "they went with the session"
-
-
-async def test_rollouts_of_one_prompt_go_one_by_one(stage: Stage) -> None:
-    """They share the rows of the prompt, and do not hang on each other by them."""
-    around = ((CACHE, {"max_tokens": 500}),)
-    async with simulated_experts(stage, around=around) as trial:
-        rids = [f"r{number}" for number in range(24)]
-        for rid in rids:
-            sampling = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0}
-            await trial.generate(text="Once upon a time there was", rid=rid, sampling_params=sampling)
-        texts = [(await trial.post("/retrieve_from_text", {"rid": rid})).status for rid in rids]
-        experts = [(await trial.deliver(rid=rid)).status for rid in rids]
-        assert 200 in texts
-        assert 404 in texts
-        first = texts.index(200, 1)  # the prompt's owner may stay for the others' sake
-        assert experts[first:] == texts[first:]
-        assert experts[1:first] == [404] * (first - 1)
 
 
 async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -41,7 +40,7 @@ from tests.support.generations import Generating
 from tests.support.recording_proxy import Exchange, RecordingProxy
 from tests.support.scripted_chat import DONE, able, chat_reply, meta_of
 from tests.support.scripted_worker import script
-from tests.support.session_trial import CHAT, SESSIONS, message_of, session_trial, user
+from tests.support.session_trial import CHAT, SESSIONS, message_of, user
 from tests.support.stage import Stage, staged
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -173,18 +172,6 @@ async def test_of_several_streamed_completions_the_engine_does_not_say_whose_row
     assert "return_routed_experts" not in asked
 
 
-async def test_of_several_completions_the_engine_tells_the_first_one_s_rows(trial: ExpertsTrial) -> None:
-    session = await trial.create()
-    body = {"model": "m", "prompt": ["Once upon", "a time"], "max_tokens": 5}
-    assert (await trial.post(f"/sessions/{session}{COMPLETIONS}", body)).status == 200
-    first, second = await trial.samples(session)
-    assert np.array_equal(experts_of(first), truth(first["tokens"]))
-    assert "routed_experts" not in second
-    assert second["metadata"]["routed_experts_missing"]
-    status, error, _ = await trial.refused(session_id=session, leaf=1)
-    assert (status, error) == (404, "not_found")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "fields"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {})], ids=["chat", "choices", "completion"]
@@ -211,27 +198,6 @@ async def test_a_stream_that_is_made_of_a_whole_answer_has_its_rows(stage: Stage
     assert len(await trial.exact(session)) == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_agents_are_shown_the_same_with_a_keeper_as_without(stage: Stage, path: str, stream: bool) -> None:
-    shown = []
-    async with SimulatedWorker(moe=MOE, tokenizer=checkpoint(), weight_version="1") as worker:
-        without = await session_trial(stage, worker, hf_checkpoint=checkpoint())
-        for trial in (without, await experts_trial(stage, worker, around=(SESSIONS,))):
-            session = await trial.create()
-            body = {"model": "m", "messages": HI, "prompt": "Hi", "max_tokens": 6, "stream": stream, "temperature": 0}
-            answer = await trial.ask("POST", f"/sessions/{session}{path}", {**body, "logprobs": path == CHAT or 1})
-            shown.append([form(each) for each in (events(answer.body) if stream else [answer.json()])])
-    assert shown[0] == shown[1]
-
-
-def form(answer: Any) -> Any:
-    """What an answer is made of, without what differs from run to run."""
-    if isinstance(answer, Mapping):
-        return {name: form(value) for name, value in answer.items() if name not in ("created", "id")}
-    return [form(each) for each in answer] if isinstance(answer, list) else answer
-
-
 async def test_the_binary_form_of_samples_has_the_rows(trial: ExpertsTrial) -> None:
     session = await trial.create()
     history = await episode(trial, session, 2)
@@ -256,29 +222,6 @@ async def test_a_sample_that_is_cut_has_the_rows_of_what_is_left(trial: ExpertsT
         (sample,) = await trial.exact(session, max_seq_len=length)
         assert len(sample["tokens"]) == length
         assert len(experts_of(sample)) == length - 1
-
-
-async def test_the_header_dialect_has_its_rows_too(stage: Stage) -> None:
-    sessions = (SESSIONS, {"header_sessions": True})
-    async with simulated_experts(stage, around=(sessions,)) as trial:
-        session = await trial.create()
-        headers = [("X-Session-Id", session)]
-        asked = {"model": "m", "messages": HI, "max_tokens": 6, "return_routed_experts": True}
-        assert FIELD not in (await trial.post(CHAT, asked, headers)).body
-        assert len(await trial.exact(session)) == 1
-
-
-async def test_many_sessions_at_once_do_not_mix_their_rows(trial: ExpertsTrial) -> None:
-    async def one(number: int) -> None:
-        session = await trial.create()
-        history = [SYSTEM, user(f"I am {number}")]
-        for turn in range(3):
-            message = message_of(await trial.chat(session, history))
-            history += [message, user(f"Go on {turn}")]
-        assert len(await trial.exact(session)) == 1
-        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
-
-    await asyncio.gather(*map(one, range(12)))
 
 
 # Aborts and pauses
@@ -348,27 +291,6 @@ async def test_what_goes_on_behind_a_pause_has_all_its_rows(
         assert (FIELD in answer.body) == asks
         if asks:
             assert said["meta_info"]["routed_experts"] == encode_routes(truth(tokens))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_that_a_pause_cuts_has_the_rows_of_what_became_of_it(stage: Stage, stream: bool) -> None:
-    settings = {"partial_rollout": "resume"}
-    async with simulated_experts(stage, around=(SESSIONS,), settings=settings) as trial:
-        session = await trial.create()
-        message = message_of(await trial.chat(session, HI))
-        history = [*HI, message, user("Go on")]
-        trial.worker.engine.token_latency_s = 0.05
-        async with under_way(trial.turn(session, history, max_tokens=40, ignore_eos=True, stream=stream)) as turn:
-            await trial.sampling()
-            await trial.post("/pause_generation", {})
-            await until(lambda: not trial.worker.running, "it was cut")
-            trial.worker.engine.token_latency_s = 0
-            await trial.post("/continue_generation", {})
-            assert (await turn).status == 200
-        (sample,) = await trial.exact(session)
-        _, cut, rest = trial.generations(CHAT)
-        assert sample["tokens"] == tokens_of(rest)
-        assert rest.input_ids == tokens_of(cut)
 
 
 @pytest.mark.parametrize("stream", [False, True])

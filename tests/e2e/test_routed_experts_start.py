@@ -80,13 +80,6 @@ async def test_options_that_make_no_sense_stop_the_start(stage: Stage) -> None:
             await experts_trial(stage, options=options)
 
 
-@pytest.mark.parametrize("shape", ["3X40X2", SHAPE])
-async def test_a_shape_may_be_spelled_either_way(stage: Stage, shape: str) -> None:
-    async with simulated_experts(stage, options={"moe_shape": shape}) as trial:
-        await trial.generate(text="Question: one?", rid="one")
-        assert (await trial.rows(rid="one")).shape[1:] == (3, 2)
-
-
 @pytest.mark.parametrize("moe", [MOE, MoeShape(4, 64, 8), MoeShape(7, 300, 3)], ids=str)
 async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: MoeShape) -> None:
     async with simulated_experts(stage, around=(SESSIONS,), moe=moe, options={}) as trial:

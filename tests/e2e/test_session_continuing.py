@@ -153,31 +153,6 @@ async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator
             assert sample["tokens"] in (held(last), held(generations(trial)[0]))
 
 
-async def test_an_answer_that_the_engine_aborted_is_held_and_can_be_continued(stage: Stage) -> None:
-    async with simulated_sessions(stage, token_latency_s=0.005) as trial:
-        session = await trial.create()
-        endless = {"rid": "a", "ignore_eos": True}
-        body: dict[str, Any] = {"model": "m", "messages": HI, "max_tokens": 4000, "stream": True, "extra_body": endless}
-        async with trial.agent(session) as client:
-            stream = await client.chat.completions.create(**body)
-            text, finish = "", None
-            async for chunk in stream:
-                if not text and chunk.choices[0].delta.content:
-                    await trial.ask("POST", "/abort_request", {"rid": "a"})
-                for choice in chunk.choices:
-                    text, finish = text + (choice.delta.content or ""), choice.finish_reason or finish
-        assert finish == "abort"
-        (sample,) = await trial.samples(session)
-        assert sample["status"] == "aborted"
-        exactly(sample, generations(trial)[0])
-        await trial.chat(session, [*HI, said(text), user("Go on")])
-        one, two = generations(trial)
-        assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
-        (sample,) = await trial.samples(session)
-        assert sample["status"] in ("truncated", "completed"), "it ends where it was cut or, by chance, before"
-        exactly(sample, one, two)
-
-
 async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> None:
     session = await trial.create()
     path = f"/sessions/{session}/v1/completions"
@@ -198,11 +173,6 @@ async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> 
         answer = await client.completions.create(model="m", prompt=["a", "b"], max_tokens=3, logprobs=0)
     assert [len(choice.logprobs.token_logprobs or ()) for choice in answer.choices if choice.logprobs] == [3, 3]
     assert len(await trial.samples(session)) == 3
-
-
-def test_the_template_s_words_are_those_of_this_file() -> None:
-    text = qwen3().render_chat([*HI, said("Yes"), user("Go on")])
-    assert text.endswith(f"Yes<|im_end|>{NEXT.format('Go on')}")
 
 
 async def test_reasoning_stays_held_whether_or_not_the_agent_sends_it_back(stage: Stage) -> None:

@@ -35,11 +35,6 @@ def overflow_of(answer: RawReply) -> dict[str, Any]:
     return error
 
 
-def ended(trial: SessionTrial) -> dict[str, int]:
-    """How many sessions have ended, by reason."""
-    return dict(trial.statistics()["ended"])
-
-
 async def end_reason(trial: SessionTrial, session: str) -> str | None:
     reason: str | None = (await trial.read(session))["metadata"].get("end_reason")
     return reason
@@ -98,14 +93,6 @@ async def test_a_turn_under_a_budget_is_cut_to_what_the_engine_s_window_holds(st
         assert answer["choices"][0]["finish_reason"] == "length"
         refused = await ask_again(trial, session, answer)
         assert overflow_of(refused)["reason"] == "context"
-
-
-async def test_a_budget_as_large_as_the_engine_s_window_is_kept(stage: Stage) -> None:
-    async with simulated_sessions(stage, context_len=100) as trial:
-        session = await trial.create(contract={"budget": {"max_tokens": 100}})
-        for most, expected in ((60, 60), (None, 40)):
-            answer = await trial.chat(session, HI, max_tokens=most, ignore_eos=True)
-            assert answer["usage"]["completion_tokens"] == expected
 
 
 async def test_an_episode_has_as_many_turns_as_its_budget(trial: SessionTrial) -> None:

@@ -13,8 +13,6 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, NotFoundError
 
 from middleware_hub.openai_session.agent_apis import AGENT_APIS
-from middleware_hub.openai_session.agent_apis.chat import ChatApi
-from middleware_hub.openai_session.sessions.session import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
@@ -106,24 +104,6 @@ async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage
         ]
         assert {CHAT, *(each["path"] for each in records)} == {api.path for api in AGENT_APIS}
         assert len(trial.worker.log.generations) == 5, "nobody else was asked for tokens, or for a response"
-
-
-async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
-    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    async def beside(self: ChatApi, session: Session, scope: Any, *_: object) -> bool:
-        asked.append((session.id, scope["path"]))
-        return False
-
-    monkeypatch.setattr(ChatApi, "answer_other", beside)
-    await good(await turn(trial, named("s")))
-    for session in ("s", "other"):
-        await trial.ask("GET", "/v1/models", None, list(named(session).items()))
-        paused = await trial.ask("GET", "/v1/rollout/pause_state", None, list(named(session).items()))
-        assert paused.json()["paused"] is False
-    assert asked == [("s", "/v1/models"), ("s", "/v1/rollout/pause_state")]
 
 
 async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(trial: SessionTrial) -> None:
@@ -279,13 +259,6 @@ async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: Sess
 
 
 # Rollouts
-
-
-async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> None:
-    await post(trial, "/v1/rollout/pause", {"mode": "in_place"})
-    assert (await post(trial, "/v1/rollout/resume"))["paused"] is False
-    assert trial.worker.weight_version == "1"
-    assert not trial.worker.log.at("/update_weight_version")
 
 
 async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, worker: ScriptedWorker) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from miles_router.client import RouterClient
 from tests.support.fleet import post, posting
 from tests.support.http import RawReply, whole_or_cut
 from tests.support.session_apis import case
@@ -99,16 +98,6 @@ async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monke
         await gone(trial)
 
 
-async def test_a_turn_that_waits_at_the_gate_waits_no_longer(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"group": "g"})
-    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
-    async with under_way(trial.turn(session, HI)) as turn:
-        await until(lambda: trial.router.app.router.gate.held == 1, "it waits")
-        await trial.ask("POST", "/abort_request", {"group": "g"})
-        assert (await turn).status == 400
-    assert trial.log == []
-
-
 @pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
 async def test_a_group_s_text_rollouts_end_too(trial: SessionTrial, named: bool) -> None:
     body = {**GENERATION, **({"rid": "one"} if named else {})}
@@ -153,16 +142,6 @@ async def test_a_deadline_ends_the_turn_under_way(trial: SessionTrial, stream: b
 # A session that is deleted
 
 
-async def test_the_client_library_aborts_a_group(trial: SessionTrial) -> None:
-    async with RouterClient(trial.router.url) as client, await client.create_session(contract={"group": 7}) as session:
-        async with under_way(session.chat(HI, **ENDLESS)) as turn:
-            await it_samples(trial)
-            await client.abort_group(7)
-            assert (await turn)["choices"][0]["finish_reason"] == "abort"
-        (sample,) = await session.collect()
-        assert (sample.status, sample.metadata["end_reason"]) == ("aborted", "aborted")
-
-
 async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(trial: SessionTrial) -> None:
     session = await trial.create()
     assert (await trial.turn(session, [user("Hi " * 400)])).status == 200
@@ -172,23 +151,6 @@ async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(tria
     await trial.ask("DELETE", f"/sessions/{session}")
     (worker,) = json.loads((await trial.ask("GET", "/workers")).body)["workers"]
     assert (worker["sessions"], worker["tokens"]) == (0, 0)
-
-
-async def test_new_sessions_wait_for_room_where_that_is_switched_on(stage: Stage) -> None:
-    """They wait in order, with a reason; turns of sessions that have begun never do."""
-    long = [user("Hi " * 500)]
-    async with simulated_sessions(stage, settings={"admission": 0.4}, context_len=2000) as trial:
-        await until(lambda: next(iter(trial.router.pool)).facts is not None, "its capacity is known")
-        first, second = await trial.create(), await trial.create()
-        assert (await trial.turn(first, long, max_tokens=3)).status == 200
-        async with under_way(trial.turn(second, long, max_tokens=3)) as waiting:
-            await until(lambda: trial.router.app.router.gate.held == 1, "the second waits")
-            assert (await trial.turn(first, long, max_tokens=3)).status == 200
-            small = await trial.create()
-            async with under_way(trial.turn(small, HI, max_tokens=3)) as later:
-                await until(lambda: trial.router.app.router.gate.held == 2, "it would have room, and came later")
-                await trial.ask("DELETE", f"/sessions/{first}")
-                assert [(await each).status for each in (waiting, later)] == [200, 200]
 
 
 async def test_a_group_s_turns_end_at_their_engine_and_stay(trial: SessionTrial) -> None:

@@ -12,9 +12,7 @@ import pytest
 from tests.support.http import Client, request, whole_or_cut
 from tests.support.scripted_chat import (
     DONE,
-    IDS_FIELD,
     able,
-    chat_answer,
     chat_events,
     chat_reply,
     delta,
@@ -24,20 +22,14 @@ from tests.support.scripted_chat import (
 from tests.support.scripted_worker import ScriptedWorker, Visit, reply, script
 from tests.support.session_apis import case
 from tests.support.session_trial import (
-    ADD,
-    ASK_ADD,
     CHAT,
     JSON,
     SessionTrial,
-    chunks_of,
-    exactly,
     session_trial,
-    simulated_sessions,
     text_of,
     user,
 )
 from tests.support.stage import Stage
-from tests.support.waiting import until
 
 HI: list[Any] = [user("Hi")]
 HELLO = chat_events([7, 8, 9], ["Hel", "l", "o"])
@@ -79,25 +71,6 @@ async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker,
     assert (events[1] + b"\n\n", events[3] + b"\n\n") == (ping, named)
 
 
-async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage) -> None:
-    async with simulated_sessions(stage, incremental_streaming_output=True) as trial:
-        trial.worker.say(f"I add.\n{ASK_ADD}\n{ASK_ADD}")
-        session = await trial.create()
-        async with trial.agent(session) as client:
-            asked: dict[str, Any] = {"model": "m", "messages": HI, "tools": [ADD]}
-            async with client.chat.completions.stream(**asked) as stream:
-                seen = (await stream.get_final_completion()).choices[0].message.model_dump(exclude_none=True)
-        (record,) = await trial.records(session)
-        calls = [
-            {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
-            for call in seen["tool_calls"]
-        ]
-        assert len(calls) == 2
-        assert record["response"] == {"role": "assistant", "content": seen["content"], "tool_calls": calls}
-        assert record["finish_reason"] == "tool_calls"
-        exactly((await trial.samples(session))[0], trial.log[0].generation)
-
-
 async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
@@ -122,38 +95,6 @@ async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
 
 
 # Streams that cannot be recorded
-
-
-@pytest.mark.parametrize(
-    ("fields", "parser", "why"),
-    [(["messages"], "qwen25", IDS_FIELD), ([IDS_FIELD], None, "parser")],
-    ids=["no field", "no parser"],
-)
-async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
-    stage: Stage, fields: list[str], parser: str | None, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = able(await stage.worker(), *fields, parser=parser)
-    worker.always(script(chat_reply([7, 8], "Hi", logprobs={"content": [{"logprob": -0.5}] * 2})))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    with caplog.at_level("WARNING"):
-        answer = await trial.turn(session, HI, stream=True, stream_options={"include_usage": True})
-        assert text_of(await trial.stream(session, HI)) == "Hi"
-    (reason,) = logged(caplog, "streams_are_buffered")
-    assert why in reason
-    assert (answer.status, answer.value("content-type")) == (200, b"text/event-stream; charset=utf-8")
-    *chunks, usage = chunks_of(answer.body)
-    assert text_of(chunks) == "Hi"
-    assert [each["choices"][0]["finish_reason"] for each in chunks] == [None, None, "length"]
-    assert all(each["choices"][0]["logprobs"] is None for each in chunks)
-    assert (usage["choices"], usage["usage"]) == ([], chat_answer([7, 8])["usage"])
-    sent = json.loads(worker.requests[0].body)
-    assert not {"stream", "stream_options"} & set(sent)
-    assert sent["return_meta_info"] is True
-    records = await trial.records(session)
-    assert [(each["completion_tokens"], each["streamed"], each["versions"]) for each in records] == [
-        (2, True, "engine")
-    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -242,20 +183,6 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
     await worker.listen()
     assert await asked_for_streams(trial, worker, session)
     assert [each["versions"] for each in await trial.records(session)] == ["engine", "engine"]
-
-
-async def test_a_fleet_without_workers_is_asked_once_it_has_one(
-    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker.always(streamed(*HELLO))
-    trial = await session_trial(stage)
-    session = await trial.create()
-    answer = await trial.turn(session, HI, stream=True)
-    assert (answer.status, answer.error_type) == (503, "no_worker_available")
-    await trial.ask("POST", f"/add_worker?url={worker.url}")
-    await until(lambda: trial.router.pool.routable, "the worker takes traffic")
-    assert text_of(await trial.stream(session, HI)) == "Hello"
-    assert len(await trial.records(session)) == 1
 
 
 async def test_stream_weights_are_those_the_engine_confirms_at_the_end(

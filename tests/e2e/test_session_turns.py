@@ -31,7 +31,6 @@ HI: list[Any] = [user("Hi")]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "add"}}
-UNKNOWN = {"type": "function", "function": {"name": "nobody"}}
 #: What agents ask for.
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -128,16 +127,6 @@ def _place(chunk: Any) -> tuple[int, bool]:
     return choice["index"], choice.get("logprobs") is not None
 
 
-async def test_what_an_agent_asks_for_reaches_the_worker_as_it_is(trial: SessionTrial) -> None:
-    session = await trial.create()
-    asked = {**ASKED["unknown"], **ASKED["parameters"], "stop": ["#"], "max_completion_tokens": 5, "tools": [ADD]}
-    for stream in (False, True):
-        await trial.turn(session, HI, stream=stream, **asked)
-        sent = trial.log[-1].json()
-        assert {name: sent[name] for name in asked} == asked
-        assert (sent["messages"], sent["model"], sent.get("stream", False)) == (HI, "m", stream)
-
-
 async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_for(pair: Pair) -> None:
     cases = [
         *((each, False) for each in (ASKED | OF_WHOLE).items()),
@@ -159,16 +148,6 @@ async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_
                 told["weight_versions"] = json.dumps(told["weight_versions"], separators=(",", ":"))
                 assert steady(through.json()) == steady({**direct.json(), "metadata": told})
                 ChatCompletion.model_validate(through.json(), strict=True)
-
-
-async def test_what_the_engine_refuses_comes_in_its_words_and_is_not_recorded(pair: Pair) -> None:
-    session = await pair[0].create()
-    wrong: list[Any] = [{"temperature": -1}, {"tool_choice": "required"}, {"tools": [ADD], "tool_choice": UNKNOWN}]
-    for bad, stream in itertools.product(wrong, BOTH):
-        through, direct = await both(pair, session, {"model": "m", "messages": HI, "stream": stream, **bad})
-        assert (through.status, through.body) == (400, direct.body), bad
-    found = await pair[0].read(session)
-    assert (found["records"], found["metadata"]["untraced"]) == ([], [])
 
 
 async def test_errors_of_workers_pass_byte_for_byte(stage: Stage) -> None:

@@ -53,16 +53,6 @@ async def test_workers_with_one_seed_sample_the_same(session: aiohttp.ClientSess
         assert first.output_ids != third.output_ids
 
 
-async def test_the_rest_of_a_greedy_answer_is_the_same_from_its_beginning(session: aiohttp.ClientSession) -> None:
-    async with SimulatedWorker(stop_probability=0) as worker:
-        greedy = {"temperature": 0, "max_new_tokens": 10}
-        await post(session, worker, "/generate", input_ids=[1, 2, 3], sampling_params=greedy)
-        whole = worker.log.last.generation.output_ids
-        rest = {"temperature": 0, "max_new_tokens": 6}
-        await post(session, worker, "/generate", input_ids=[1, 2, 3, *whole[:4]], sampling_params=rest)
-        assert worker.log.last.generation.output_ids == whole[4:]
-
-
 async def test_a_request_determines_its_step_of_a_script(session: aiohttp.ClientSession) -> None:
     steps = ["first", "second", {"text": "matched", "when": "no such file"}]
     async with SimulatedWorker(script=steps) as worker:
@@ -101,15 +91,6 @@ async def test_a_step_with_calls_is_for_requests_with_its_tools(session: aiohttp
         assert (name, arguments) == ("read", '{"a": [1, 2, {"b": null}], "c": "x: y 🚀"}')
         assert reasoning.strip() == "I look."
         assert not (await answered(session, worker, ASKED, tools=TOOLS[1:], max_tokens=9)).get("tool_calls")
-
-
-async def test_the_rest_of_a_step_follows_its_beginning_given_by_ids(session: aiohttp.ClientSession) -> None:
-    async with SimulatedWorker(script=["I look at it."]) as worker:
-        await answered(session, worker, ASKED)
-        whole = worker.log.last.generation
-        for cut in (2, len(whole.output_ids) - 2):
-            await answered(session, worker, ASKED, input_ids=[*whole.input_ids, *whole.output_ids[:cut]])
-            assert worker.log.last.generation.output_ids == whole.output_ids[cut:]
 
 
 @pytest.mark.parametrize("step", [7, {}, {"say": "x"}, {"text": 1}, {"calls": "read"}, {"calls": [{"arguments": {}}]}])

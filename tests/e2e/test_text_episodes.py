@@ -144,16 +144,6 @@ async def another(stage: Stage, trial: Trial, options: dict[str, Any] | None = N
     return Trial(router, trial.worker)
 
 
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_what_is_evicted_is_gone_from_its_episode(stage: Stage, trial: Trial) -> None:
-    small = await another(stage, trial, {"max_tokens": 60})
-    for text in ("one", "two", "three", "four"):
-        await small.generate(text=text)
-    held, rows = small.statistics()["entries"], await the_rows(small)
-    assert 0 < held < 4
-    assert (len(rows), {row["turns"] for row in rows}) == (held, {1})
-
-
 async def test_with_text_off_its_ids_stay(stage: Stage, trial: Trial) -> None:
     hidden = await another(stage, trial, dashboard_text="off")
     await hidden.generate(text="one")

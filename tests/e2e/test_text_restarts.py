@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from miles_router.testing import SimulatedWorker
 from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
 from tests.support.restarts import StateDirectories
-from tests.support.running_router import running_router
 from tests.support.waiting import soon, until
 
 
@@ -230,13 +228,3 @@ async def _refusing(trial: Trial, ask: Callable[[], Any]) -> Any:
         return await ask()
     finally:
         store.append = append  # type: ignore[method-assign]
-
-
-async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:
-    async with running_router(
-        restarts.worker.url, middlewares=(MiddlewareSpec(CACHE, {}),), hf_checkpoint=checkpoint()
-    ) as router:
-        trial = Trial(router, restarts.worker)
-        await trial.generate(text="one")
-        assert router.app.router.store is None
-    assert os.listdir(tmp_path) == []

@@ -162,17 +162,6 @@ async def test_texts_go_only_to_workers_that_agree(stage: Stage) -> None:
         await stage.provoked("tokenizer_differs")
 
 
-async def test_refusal_names_all_workers_where_none_agrees(stage: Stage) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint()) as one, SimulatedWorker(tokenizer=checkpoint()) as two:
-        trial = await session_trial(stage, one, two)
-        reply, records = await ask(trial, CHAT)
-        assert (reply.status, records) == (502, [])
-        assert one.url in reply.body.decode()
-        assert two.url in reply.body.decode()
-        for _ in range(2):
-            await stage.provoked("tokenizer_differs")
-
-
 class Adding(DirectoryTokenizer):
     """Begins and ends each text with a special token, asked for or not."""
 

@@ -95,25 +95,3 @@ async def test_a_worker_that_was_lost_behind_an_unnamed_update_waits_for_another
     assert states(router)[lost.url] in ("quarantined", "outdated")
     assert (await update(router, DISK, model_path="/newer")).status == 200
     await until(lambda: states(router)[lost.url] == "ready", "it took one")
-
-
-async def test_a_named_update_makes_the_fleets_version_known_again(stage: Stage) -> None:
-    first, newcomer = await scripted(stage, DISK), await scripted(stage, DISK)
-    router = await stage.router(first, **SAME_SETTINGS)
-    await router.probed()
-    await update(router, DISK, model_path="/new")
-    for worker in (first, newcomer):
-        worker.model_info = script(reply(b'{"model_path": "scripted", "weight_version": "2"}'))
-    assert (await update(router, DISK, model_path="/new", weight_version="2")).status == 200
-    assert router.pool.weight_version == "2"
-    assert (await router.ask("POST", f"/add_worker?url={newcomer.url}")).status == 200
-    await until(lambda: states(router)[newcomer.url] == "ready", "it has the fleet's version")
-
-
-async def test_an_update_that_nobody_took_changes_nothing(stage: Stage) -> None:
-    one, other = await scripted(stage, DISK, REFUSED), await scripted(stage, DISK, REFUSED)
-    router = await stage.router(one, other, **SAME_SETTINGS)
-    await router.probed()
-    assert (await update(router, DISK, model_path="/new")).status == 400
-    assert set(states(router).values()) == {"ready"}
-    assert router.pool.weight_version == "1"

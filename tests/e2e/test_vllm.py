@@ -383,13 +383,6 @@ async def test_an_aborts_list_of_names_is_neither_empty_nor_several(client: Clie
             assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request")
 
 
-async def test_several_requests_at_once_are_answered_apart(client: Client) -> None:
-    request = {"input_ids": PROMPT, "sampling_params": SHORT, "return_logprob": True, "rid": "same"}
-    for answer in await asyncio.gather(*(client.generate(**request) for _ in range(4))):
-        assert answer["meta_info"]["id"] == "same"
-        assert len(await client.is_true(PROMPT, answer)) == 6
-
-
 # Fleets of two kinds
 
 
