@@ -16,7 +16,6 @@ import pytest
 from miles_router.control import standstill
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import simulated_trial
 from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
@@ -156,26 +155,6 @@ async def test_while_an_update_is_under_way_no_two_generations_share_a_cache(sta
         assert len(set(keys(worker))) == 4
 
 
-@pytest.mark.alone("connections are bounded in each process")
-async def test_a_request_that_waits_for_a_connection_meanwhile_has_the_new_cache(stage: Stage) -> None:
-    async with fleet(stage, token_latency_s=LATENCY, settings={"max_connections": 1}) as (worker, router):
-        async with endless(router, worker):
-            waiting = spawn(generate(router), name="waiting")
-            await until(lambda: router.pool.in_flight == 2, "another waits for its connection")
-            await update(router, "2")
-        assert (await waiting)["cached_tokens"] == 0
-        assert [key is None for key in keys(worker)] == [True, False]
-
-
-async def test_an_update_behind_the_router_counts_as_soon_as_it_is_seen(stage: Stage) -> None:
-    async with fleet(stage, settings={"health_check_interval": 0.1}) as (worker, router):
-        await until(lambda: router.pool.weight_version == "1", "it was asked")
-        await generate(router)
-        worker.engine.weight_version = "2"
-        await until(lambda: router.pool.weight_version == "2", "it is seen")
-        assert (await generate(router))["cached_tokens"] == 0
-
-
 async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(stage: Stage) -> None:
     async with fleet(stage) as (worker, router), WatchedWorker(weight_version="1", stop_probability=0.0) as other:
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
@@ -227,45 +206,7 @@ async def test_a_session_keeps_its_cache_and_its_sample_says_whose_it_was(stage:
         assert [key is None for key in keys(trial.worker, CHAT)] == [True, True, True, False]
 
 
-async def test_a_text_keeps_its_cache_and_is_retrieved_with_the_versions_that_filled_it(stage: Stage) -> None:
-    async with simulated_trial(stage, weight_version="1") as trial:
-        worker = trial.worker
-        assert worker is not None
-        first = await trial.generate(text="Question: what is one and one?")
-        await update(trial.router, "2")
-        longer = f"Question: what is one and one?{first['text']}\nand two?"
-        second = await trial.generate(text=longer)
-        again = await trial.generate(text="Question: what is one and one?")
-        both = await trial.generate(text=[longer, "Question: what is one and one?"])
-        found = [
-            (await trial.retrieve(rid=each["meta_info"]["id"]))["cache_versions"] for each in (first, second, again)
-        ]
-        assert found == [[], ["1", "2"], []]
-        assert second["meta_info"]["cached_tokens"] > 0
-        assert again["meta_info"]["cached_tokens"] == 0, "the same prompt again is a new generation"
-        assert both[1]["meta_info"]["cached_tokens"] > 0, "which shares with its own kind"
-        assert keys(worker) == [None, None, keys(worker)[2], keys(worker)[2]]
-
-
 # Updates that were refused
-
-
-async def test_an_update_that_is_refused_and_took_effect_is_noticed(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with fleet(stage, token_latency_s=LATENCY) as (worker, router):
-        await generate(router)
-        async with endless(router, worker):
-            assert (await post(router, "/pause_generation", mode="in_place")).status == 200
-            for _ in range(2):
-                answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
-                assert (answer.status, answer.json()["success"]) == (400, False), "what it says, the client hears"
-                assert router.pool.weight_version == "2"
-                assert [worker.weight_version for worker in router.pool] == ["2"]
-                assert worker.engine.named_version == "2", "and it names the version with which it samples"
-            assert caplog.messages.count("refused_update_took_effect") == 1, "the second has changed nothing"
-            assert (await post(router, "/continue_generation")).status == 200
-            assert (await generate(router))["cached_tokens"] == 0
 
 
 class LetsGoLater:

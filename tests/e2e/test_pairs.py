@@ -12,8 +12,7 @@ import pytest
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
-from tests.support.metrics import metric
-from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
+from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves
 from tests.support.simulated.half_worker import HalfWorker
 from tests.support.simulated.pairing import Pairing
 from tests.support.stage import Stage
@@ -70,22 +69,6 @@ async def test_prompts_of_a_list_meet_in_rooms_of_their_own(stage: Stage, stream
             assert [ends[index] for index in range(3)] == told
         else:
             assert [answer["output_ids"] for answer in reply.json()] == told
-
-
-@whole_and_streamed
-async def test_several_samples_of_each_prompt(stage: Stage, stream: bool) -> None:
-    async with halves(stage) as pair:
-        reply = await pair.generate(
-            input_ids=[PROMPT, PROMPT[:2]], sampling_params={**SHORT, "n": 3}, stream=stream, rid="r"
-        )
-        assert reply.status == 200, reply.body
-        told = pair.decode.log.generations
-        assert [each.input_ids for each in told] == [PROMPT] * 3 + [PROMPT[:2]] * 3
-        if stream:
-            ends = {event["index"]: event["output_ids"] for event in events_of(reply.body)}
-            assert [ends[index] for index in range(6)] == [each.output_ids for each in told]
-        else:
-            assert [answer["output_ids"] for answer in reply.json()] == [each.output_ids for each in told]
 
 
 @whole_and_streamed
@@ -160,15 +143,6 @@ async def test_what_a_pair_would_answer_otherwise_is_refused_by_name(stage: Stag
         assert not pair.decode.log.generations
 
 
-async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
-    async with halves(stage) as pair:
-        shown = {each["url"]: each for each in (await pair.router.ask("GET", "/workers")).json()["workers"]}
-        assert shown[pair.prefill.url]["worker_type"] == "prefill"
-        assert shown[pair.prefill.url]["bootstrap_port"] == pair.prefill.pairing.port
-        assert shown[pair.decode.url]["worker_type"] == "decode"
-        assert await metric(pair.router, "miles_router_worker_type", type="prefill", worker=pair.prefill.url) == 1
-
-
 async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> None:
     router = await stage.router()
     async with (
@@ -204,31 +178,6 @@ async def test_a_key_keeps_its_decode_half_and_its_prefill_half(stage: Stage) ->
             assert (await pair.router.ask("POST", "/generate", headers, body)).status == 200
         assert sorted(len(worker.log.at("/generate")) for worker in pair.prefills) == [0, 4]
         assert sorted(len(worker.log.at("/generate")) for worker in pair.decodes) == [0, 4]
-
-
-@pytest.mark.alone("idle workers take turns in each process")
-async def test_a_mixed_fleet_serves_with_what_it_has(stage: Stage) -> None:
-    async with halves(stage) as pair, SimulatedWorker() as regular:
-        await pair.router.ask("POST", f"/add_worker?url={regular.url}")
-        await until(lambda: not pair.router.leftovers(), "the first probes are over")
-        for _ in range(4):
-            assert len((await pair.answer())["output_ids"]) == 6
-        assert [len(worker.log.at("/generate")) for worker in (*pair.workers, regular)] == [2, 2, 2]
-        assert (
-            await pair.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], n=2)
-        ).status == 200
-
-
-async def test_registering_a_half_again_keeps_what_it_is(stage: Stage) -> None:
-    async with halves(stage) as pair:
-        await pair.router.ask(
-            "POST",
-            "/workers",
-            [("Content-Type", "application/json")],
-            orjson.dumps({"url": pair.prefill.url, "labels": {"a": "b"}}),
-        )
-        await register(pair.router, pair.prefill)
-        check(pair, await pair.answer())
 
 
 # Ranks and pools

@@ -22,7 +22,6 @@ from tests.support.resuming import (
     IN_THE_QUEUE,
     JSON,
     PROMPT,
-    Engine,
     a_stream,
     answer,
     engine,
@@ -39,7 +38,7 @@ from tests.support.resuming import (
     streamed,
     told,
 )
-from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, chunk, chunked_head, reply, script
 from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
@@ -311,62 +310,6 @@ async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream
 
 
 # Aborts, and clients that leave
-
-
-async def test_an_abort_at_the_moment_of_continue_is_final(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    first = answer([5], ABORT, id="mine")
-    generating = await pause(router, one, one_piece(first), lambda: generate(router, text="Hi", rid="mine"))
-    asked, go_on = asyncio.Event(), asyncio.Event()
-
-    async def tokenize(visit: Visit) -> None:
-        asked.set()
-        await script(go_on, reply(orjson.dumps({"tokens": PROMPT})))(visit)
-
-    one.worker.standing["/v1/tokenize"] = tokenize
-    await post(router, "/continue_generation")
-    await soon(asked.wait())
-    await post(router, "/abort_request", rid="mine")
-    go_on.set()
-    assert (await soon(generating)).json() == first
-    assert len(one.asked) == 1
-
-
-async def test_an_abort_of_one_of_several_reaches_its_worker_and_ends_it_alone(stage: Stage) -> None:
-    both = one, two = await engine(stage), await engine(stage)
-    router = await stage.router(one.worker, two.worker, partial_rollout="resume")
-    parts = [answer([5], ABORT, id="a"), answer([6], ABORT, id="b")]
-    asking = lambda: generate(router, input_ids=[PROMPT, PROMPT], rid=["a", "b"])  # noqa: E731
-    generating = await pause(router, one, one_piece(*parts), asking)
-    ended = {"a": asyncio.Event(), "b": asyncio.Event()}
-    where: dict[str, Engine] = {}
-
-    def second_go(engine: Engine) -> Behaviour:
-        async def behave(visit: Visit) -> None:
-            rid = {5: "a", 6: "b"}[engine.asked[-1]["input_ids"][-1]]
-            where[rid] = engine
-            await script(ended[rid], in_one([answer([7], ABORT, prompt=3, id=rid)]))(visit)
-
-        return behave
-
-    for each in both:
-        each.goes.append(second_go(each))
-    await post(router, "/continue_generation")
-    await until(lambda: len(where) == 2, "each goes on at a worker of its own")
-    await post(router, "/abort_request", rid="a")
-    aborts = {each: [one for one in each.worker.requests if one.path == "/abort_request"] for each in both}
-    assert {orjson.loads(each.body)["rid"] for each in aborts[where["a"]]} == {"a", where["a"].asked[-1]["rid"]}
-    assert aborts[where["b"]] == []
-    ended["a"].set()
-    await post(router, "/pause_generation")
-    ended["b"].set()
-    await until(lambda: held(router), "the other was cut again, and waits")
-    for each in both:
-        each.goes.append(told(answer([8], length(1), prompt=4, id="b")))
-    first, second = (await going_on(router, generating)).json()
-    assert (first["output_ids"], first["meta_info"]["finish_reason"]) == ([5, 7], ABORT)
-    assert (second["output_ids"], second["meta_info"]["finish_reason"]) == ([6, 7, 8], length(3))
 
 
 @pytest.mark.parametrize("where", ["at the gate", "while a worker is asked", "in the next go"])

@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.placement.bounds import alone, lower_bound, work
-from tests.benchmarks.placement.generators import SCENARIOS
 from tests.benchmarks.placement.routers import contenders
-from tests.benchmarks.placement.workload import Episode, Turn, lines, read
 from tests.support import tiers
-from tests.support.simulated.costs.gpu import QWEN3_8B_H100
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = [
@@ -73,25 +69,3 @@ def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_our
         # The second and third turns of the three sessions find at least what they said; most of it is theirs alone.
         assert 0 < row["prefix_hit_rate"] < 1
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_a_workload_is_read_as_it_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "w.jsonl"
-    for scenario in SCENARIOS.values():
-        made = scenario.episodes(1)
-        file.write_text(lines(made))
-        assert read(file) == made
-        assert made == scenario.episodes(1)
-    assert SCENARIOS["grpo"].episodes(1) != SCENARIOS["grpo"].episodes(2)
-
-
-def test_the_bound_is_the_longest_episode_or_the_work_of_all() -> None:
-    long = Episode((Turn(1000, 3.0, 10), Turn(10)), 100, at=2.0)
-    short = Episode((Turn(10),), 5000, at=1.0)
-    gpu = QWEN3_8B_H100
-    assert lower_bound([long, short], gpu, [1.0, 0.5]) == pytest.approx(1.0 + alone(long, gpu) + 3.0)
-    many = [short] * 500
-    assert lower_bound(many, gpu, [1.0, 0.5]) == pytest.approx(work(many, gpu) / 1.5)
-    # What a group shares is computed once.
-    group = [Episode((Turn(10),), 5000, 4999, "g")] * 500
-    assert work(group, gpu) < work(many, gpu) / 50

@@ -374,15 +374,6 @@ async def test_an_adapter_answers_where_no_worker_has_a_model_id() -> None:
                 assert applied(made[""]) == adapter
 
 
-async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> None:
-    async with one_model_with_adapters() as made:
-        for path in ROUTES:
-            for model in ("org/plain", "default", "gpt-4", "Gpt 4"):
-                assert await made.answers(path, model=model) == ""
-                assert applied(made[""]) is None
-                assert made[""].log.at(path)[-1].json()["model"] == model
-
-
 async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_base_weights() -> None:
     async with one_model_with_adapters() as made:
         for model in ("org/plain:one", "one"):
@@ -427,54 +418,6 @@ async def test_unknown_name_is_refused_while_no_worker_reports_its_adapters() ->
         worker.faults.hang(path="/v1/models", times=None)
         router.app.pools.default.forget_adapters()
         assert await made.answers(model="gpt-4") == "", "what it said the last time"
-
-
-async def test_an_adapter_that_one_of_the_workers_has_is_never_answered_by_base_weights() -> None:
-    async with with_lora() as first, with_lora() as second, running_router() as router:
-        await load(second, "one")
-        for worker in (first, second):
-            await register(router, worker, None)
-        first.faults.status(400, path="/load_lora_adapter", times=1)
-        assert (await post(router, "/load_lora_adapter", lora_name="two", lora_path="/x")).status == 502
-        for model in ("one", "two"):
-            answers = [await post(router, CHAT, **{**ROUTES[CHAT], "model": model}) for _ in range(12)]
-            assert {answer.status for answer in answers} == {200, 400}
-        assert not first.log.generations
-        assert {each.lora_path for each in second.log.generations} == {"one", "two"}
-
-
-@pytest.mark.parametrize("silence", ["an error", "a later engine"])
-async def test_who_has_not_said_whether_it_applies_adapters_is_asked_for_them(silence: str) -> None:
-    async with with_lora() as worker, SimulatedWorker(model_path="org/plain") as before, running_router() as router:
-        await load(worker, "one")
-        if silence == "a later engine":
-            await register(router, before, None)
-            assert (await post(router, CHAT, **ROUTES[CHAT])).status == 200
-            assert (await post(router, "/remove_worker", url=before.url)).status == 200
-        worker.faults.status(503, path="/server_info", times=2)
-        worker.faults.status(503, path="/get_server_info", times=2)
-        await register(router, worker, None)
-        assert (await post(router, CHAT, **{**ROUTES[CHAT], "model": "one"})).status == 200
-        assert applied(worker) == "one"
-
-
-async def test_nobody_waits_for_what_a_worker_that_joins_says_of_adapters() -> None:
-    async with with_lora() as worker, with_lora() as newcomer, running_router(health_check_timeout=600.0) as router:
-        await load(worker, "one")
-        await register(router, worker, None)
-
-        async def answered(model: str) -> int:
-            at_home = [*JSON, ("X-SMG-Routing-Key", "a")]
-            body = orjson.dumps({**ROUTES["/generate"], "model": model})
-            return (await router.ask("POST", "/generate", at_home, body)).status
-
-        assert await answered("one") == 200
-        for path in ("/server_info", "/get_server_info", "/v1/models"):
-            newcomer.faults.hang(path=path, times=None)
-        await register(router, newcomer, None)
-        assert not router.app.pools.default.fleet.heard
-        assert [await answered(model) for model in ("one", "gpt-4")] == [200, 200]
-        assert [each.lora_path for each in worker.log.generations] == ["one", "one", None]
 
 
 async def test_adapter_field_is_applied_or_refused_on_routes_without_one() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from tests.support import http
-from tests.support.fleet import JSON, post, posting
+from tests.support.fleet import JSON, posting
 from tests.support.http import Pairs, RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
@@ -86,21 +86,6 @@ async def test_eight_requests_on_a_worker_with_two_ranks_are_four_each(path: str
         assert ranks(worker) == {0: 4, 1: 4}
         await left(*clients)
         await until(lambda: router.pool.in_flight == 0, "every lease is given back")
-
-
-async def test_ranks_are_level_where_the_engine_alone_would_pile_up() -> None:
-    """An engine's turns do not know which of its requests have ended."""
-    async with one() as (worker, router):
-        first = [posting(router, **ROUTES["/generate"]) for _ in range(4)]
-        await until(lambda: worker.running == 4, "all generate")
-        on_one = [rid for rid, each in worker.engine.running.items() if each.dp_rank == 1]
-        await asyncio.gather(*(post(router, "/abort_request", rid=rid) for rid in on_one))
-        await until(lambda: ranks(worker) == {0: 2}, "one rank is idle")
-        await until(lambda: router.pool.in_flight == 2, "its leases are given back")
-        second = [posting(router, **ROUTES["/generate"]) for _ in range(2)]
-        await until(lambda: worker.running == 4, "two more generate")
-        assert ranks(worker) == {0: 2, 1: 2}
-        await left(*first, *second)
 
 
 async def test_ranks_are_shown_where_workers_are() -> None:
@@ -212,19 +197,6 @@ async def out_of_turn(worker: SimulatedWorker) -> None:
     """What comes past the router moves the engine's turns on: else they are by chance what the router means."""
     body = orjson.dumps({"text": "Hi", "sampling_params": SHORT})
     assert (await http.ask(worker.url, "POST", "/generate", JSON, body)).status == 200
-
-
-async def test_a_worker_that_comes_back_without_ranks_gets_none() -> None:
-    async with worker_with_ranks() as worker, running_router(worker.url) as router:
-        await ranks_known(router)
-        (record,) = router.pool
-        assert len(record.units) == 2
-        await worker.stop()
-        async with SimulatedWorker(port=worker.port) as other:
-            answers = [await post(router, "/generate", text="Hi", sampling_params=SHORT) for _ in range(4)]
-            assert [answer.status for answer in answers] == [200] * 4
-            assert [unit.rank for unit in record.units] == [None]
-            assert b"dp_rank" not in other.log.at("/generate")[-1].body
 
 
 async def test_a_path_that_takes_no_rank_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

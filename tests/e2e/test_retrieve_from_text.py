@@ -71,15 +71,6 @@ async def test_a_text_never_generated_is_encoded_and_says_so(trial: Trial) -> No
     assert (found["ambiguous"], found["finished"]) == (False, None)
 
 
-async def test_a_text_that_goes_on_behind_a_generation_says_how_much_was_recorded(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    found = await trial.retrieve(text=f"one{answer['text']} and more")
-    known = trial.given()[0] + answer["output_ids"]
-    assert found["tokens"][: found["matched_tokens"]] == known[: found["matched_tokens"]]
-    assert 0 < found["matched_tokens"] < found["token_length"]
-    assert sum(found["loss_mask"]) == found["matched_tokens"] - len(trial.given()[0])
-
-
 async def test_strict_refuses_what_was_not_recorded_from_end_to_end(trial: Trial) -> None:
     answer = await trial.generate(text="one")
     whole = f"one{answer['text']}"
@@ -110,15 +101,6 @@ async def test_of_equal_spellings_the_newest_is_given(trial: Trial) -> None:
     for _ in range(3):
         answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
     assert (await trial.retrieve(text=f"one{answer['text']}"))["rid"] == answer["meta_info"]["id"]
-
-
-async def test_texts_are_answered_in_their_order(trial: Trial) -> None:
-    answers = [await trial.generate(text=text) for text in ("one", "two")]
-    texts = [f"two{answers[1]['text']}", "never", f"one{answers[0]['text']}"]
-    found = await trial.retrieve(texts=texts)
-    assert [each["response"] for each in found] == texts
-    assert [each["matched_tokens"] > 0 for each in found] == [True, False, True]
-    assert found[0] == await trial.retrieve(text=texts[0])
 
 
 async def test_binary_answers_hold_the_same(trial: Trial) -> None:
@@ -214,20 +196,6 @@ async def test_a_small_budget_is_kept_and_evictions_are_counted(stage: Stage) ->
         assert numbers["evicted"] == 30 - numbers["entries"]
         await exactly_recorded(trial, answer, trial.given()[0])
         assert (await trial.retrieve(text="0"))["matched_tokens"] == 0
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_old_versions_are_evicted_first(stage: Stage) -> None:
-    async with simulated_trial(stage) as plenty:
-        assert plenty.worker is not None
-        trial = await trial_before(stage, plenty.worker, max_tokens=100, keep_versions=0)
-        old = await trial.generate(text="old")
-        plenty.worker.engine.weight_version = "new"
-        answers = [await trial.generate(text=f"{n}") for n in range(2)]
-        await trial.retrieve(rid=old["meta_info"]["id"])  # used last, and yet the first to go
-        answers += [await trial.generate(text=f"{n}") for n in range(2, 4)]
-        assert (await trial.post("/retrieve_from_text", {"rid": old["meta_info"]["id"]})).status == 404
-        assert (await trial.retrieve(rid=answers[1]["meta_info"]["id"]))["weight_versions"][0]["version"] == "new"
 
 
 SENSELESS: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}]

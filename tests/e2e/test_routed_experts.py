@@ -4,7 +4,6 @@ what the worker's engine has generated, never against what the router says of it
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -173,27 +172,6 @@ async def test_a_client_that_asks_gets_every_byte_as_the_worker_sent_it(
     assert (answer.status, answer.body) == (200, whole)
     assert json.loads(worker.requests[-1].body) == asked
     assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
-
-
-async def test_rows_are_cut_out_however_the_answer_comes(stage: Stage) -> None:
-    worker = await stage.worker()
-    trial = await experts_trial(stage, worker)
-    for cut, stream in itertools.product([1, 7, 100], [False, True]):
-        with case(cut, stream):
-            odd = {"odd": '\\"routed_experts": "AAAA"'}
-            parts = [{**part, **odd} for part in PARTS]
-            bare = [json.loads(json.dumps(part)) for part in parts]
-            del bare[1]["meta_info"]["routed_experts"]
-            whole, want = (
-                (event_of(parts[0]) + event_of(parts[1]) + DONE, event_of(bare[0]) + event_of(bare[1]) + DONE)
-                if stream
-                else (compact(parts[1]), compact(bare[1]))
-            )
-            pieces = [chunk(whole[at : at + cut]) for at in range(0, len(whole), cut)]
-            worker.always(script(chunked_head(EVENT_STREAM if stream else JSON), *pieces, LAST_CHUNK))
-            answer = await trial.post("/generate", {**ASKED, "stream": stream})
-            assert (answer.status, answer.body) == (200, want)
-            assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
 
 
 @pytest.mark.parametrize("place", ["first", "last", "only"])

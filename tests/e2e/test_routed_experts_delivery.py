@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,8 +29,7 @@ from tests.support.experts_trial import (
     told,
     truth,
 )
-from tests.support.scripted_chat import able, chat_reply, meta_of
-from tests.support.scripted_worker import Visit, script
+from tests.support.scripted_worker import script
 from tests.support.session_apis import case
 from tests.support.session_trial import CHAT, SESSIONS, message_of, user
 from tests.support.stage import Stage, staged
@@ -71,34 +69,6 @@ async def test_every_format_says_the_same(stage: Stage, experts: int, dtype: str
         assert spelled.value("content-type") == b"application/json"
         assert spelled.json()["routed_experts"] == encode_routes(want), "as the engine itself tells them"
         assert (spelled.json()["shape"], spelled.json()["dtype"]) == ([*want.shape], "int32")
-
-
-async def test_a_trajectory_of_narrow_rows_and_wide_ones_is_delivered_wide(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    narrow, wide = np.full((4, 3, 2), 7, np.int32), np.full((100, 3, 2), 299, np.int32)
-    trial = await experts_trial(stage, worker, around=(SESSIONS,), options={"moe_shape": "3x300x2"})
-    worker.next(script(chat_reply([7, 8], meta_info=meta_of([7, 8], routed_experts=encode_routes(narrow)))))
-    session = await trial.create()
-    message = message_of(await trial.chat(session, HI))
-    assert (await trial.rows(session_id=session)).dtype == np.uint8
-    given: list[int] = []
-
-    async def second(visit: Visit) -> None:
-        given.extend(json.loads(await visit.read_body())["input_ids"])
-        experts = encode_routes(wide[: len(given) - 4])
-        choice: dict[str, Any] = {"prompt_token_ids": given, "meta_info": meta_of([9], routed_experts=experts)}
-        await visit.write(chat_reply([9], **choice))
-
-    worker.next(second)
-    await trial.chat(session, [*HI, message, user("Go on")])
-    assert given[:5] == [*ASKED["input_ids"], 7, 8]
-    found = await trial.rows(session_id=session)
-    assert found.dtype == np.uint16
-    assert np.array_equal(found, np.concatenate([narrow, wide[: len(given) - 4]]))
-    (sample,) = await trial.samples(session)
-    assert np.array_equal(experts_of(sample), found)
-    assert (await trial.rows(session_id=session, stop=4)).dtype == np.uint8
-    assert trial.held["bytes"] == narrow.size + 2 * wide[: len(given) - 4].size
 
 
 @pytest.mark.parametrize("rid", ["r 1", "é", "a\nb", "x" * 300])
@@ -298,18 +268,6 @@ async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> N
         assert (await trial.metric("bytes"), await trial.metric("generations")) == (0, 0)
         assert (await trial.refused(rid=rid))[:2] == (404, "not_found")
         assert trial.held["evicted"] == 0, "they went with the session"
-
-
-async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None:
-    async with simulated_experts(stage, around=((CACHE, {"max_tokens": 60}),)) as trial:
-        for number in range(12):
-            await trial.generate(text=f"{number} is a number")
-        tokens = trial.router.app.router.statistics["radix_tree"]()["tokens"]
-        assert isinstance(tokens, int)
-        assert trial.held["bytes"] <= tokens * WIDTH < sum(len(tokens_of(each)) for each in trial.generations()) * WIDTH
-        first, last = trial.generations()[0], trial.generations()[-1]
-        assert (await trial.refused(rid=first.rid))[0] == 404
-        assert np.array_equal(await trial.rows(rid=last.rid), truth(tokens_of(last)))
 
 
 async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:

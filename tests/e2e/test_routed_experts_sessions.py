@@ -16,7 +16,6 @@ from safetensors.numpy import load
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.cuts import cut, go_on, lose, pause, reached
@@ -25,7 +24,6 @@ from tests.support.experts_trial import (
     HI,
     MOE,
     SHAPE,
-    SYSTEM,
     WIDTH,
     ExpertsTrial,
     episode,
@@ -80,66 +78,6 @@ async def test_each_row_of_an_episode_comes_once(stage: Stage, incremental: bool
         assert [each["routed_experts"] for each in await trial.records(session)] == [{"rows": end} for end in ends]
         found = await trial.rows(session_id=session)
         assert np.array_equal(found, experts_of(sample))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_every_choice_of_several_has_its_rows(trial: ExpertsTrial, stream: bool) -> None:
-    session = await trial.create()
-    fields: dict[str, Any] = {"n": 3, "temperature": 1}
-    if stream:
-        assert {each["index"] for part in await trial.stream(session, HI, **fields) for each in part["choices"]} == {
-            0,
-            1,
-            2,
-        }
-    else:
-        await trial.chat(session, HI, **fields)
-    for message in [each["response"] for each in await trial.records(session)]:
-        await trial.chat(session, [*HI, message, user("Go on")])
-    samples = await trial.exact(session)
-    assert len(samples) == 3
-    generations = trial.generations(CHAT)
-    assert sorted(len(tokens_of(each)) - 1 for each in generations[:3]) == sorted(trial.starts(CHAT)[1:])
-    for sample in samples:
-        found = await trial.rows(session_id=session, leaf=sample["metadata"]["leaf"])
-        assert np.array_equal(found, experts_of(sample))
-
-
-async def test_branches_share_the_rows_of_what_they_share(trial: ExpertsTrial) -> None:
-    session = await trial.create()
-    before = trial.held["bytes"]
-    history = await episode(trial, session, 3)
-    await trial.chat(session, [*history[:-2], user("Something else")])
-    await trial.chat(session, [*history[:-2], user("Something else")])
-    await trial.chat(session, [*history[:-1], {"role": "assistant", "content": "I take that back."}, user("Well?")])
-    await trial.chat(session, [SYSTEM, user("So far: much was said.")])
-    samples = await trial.exact(session)
-    assert [each["metadata"]["leaf"] for each in samples] == [2, 3, 4, 5, 6]
-    ends = [len(tokens_of(each)) - 1 for each in trial.generations(CHAT)]
-    assert trial.starts(CHAT) == [0, ends[0], ends[1], ends[1], ends[1], ends[1], 0]
-    own = sum(end - start for end, start in zip(ends, trial.starts(CHAT), strict=True))
-    assert trial.held["bytes"] - before <= own * WIDTH
-    assert len(await trial.exact(session, branches="last")) == 1
-
-
-@pytest.mark.parametrize("say", ["stop token", "stop string", "end"])
-async def test_what_the_next_turn_drops_or_keeps_of_an_end_has_its_rows(trial: ExpertsTrial, say: str) -> None:
-    session = await trial.create()
-    fields: dict[str, Any] = {"max_tokens": 99}
-    if say == "stop token":  # which the template would not write: it is dropped
-        (end,) = trial.worker.tokenizer.encode("<|endoftext|>")
-        trial.worker.say([*trial.worker.tokenizer.encode("Yes"), end])
-        fields["stop_token_ids"] = [end]
-    else:
-        trial.worker.say("one two#three")
-        fields["stop"] = ["#"] if say == "stop string" else None
-    message = message_of(await trial.chat(session, HI, **fields))
-    await trial.exact(session)
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = trial.generations(CHAT)
-    (sample,) = await trial.exact(session)
-    assert sample["tokens"] == tokens_of(two)
-    assert trial.starts(CHAT) == [0, len(tokens_of(one)) - 1]
 
 
 async def test_completions_in_a_session_have_their_rows(trial: ExpertsTrial) -> None:
@@ -240,57 +178,6 @@ async def test_what_an_abort_ended_has_its_rows(stage: Stage, around: Sequence[s
         assert said["meta_info"]["finish_reason"]["type"] == "abort"
         tokens = tokens_of(trial.generations()[-1])
         assert np.array_equal(await trial.rows(rid="mine"), truth(tokens))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_agent_s_answer_that_was_aborted_has_its_rows(stage: Stage, stream: bool) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,), token_latency_s=0.002) as trial:
-        session = await trial.create()
-        fields: dict[str, Any] = {"rid": "mine", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
-        async with under_way(trial.turn(session, HI, **fields)) as turn:
-            await trial.sampling()
-            await trial.post("/abort_request", {"rid": "mine"})
-            assert (await turn).status == 200
-        (record,) = await trial.records(session)
-        assert record["finish_reason"] == "abort"
-        assert len(await trial.exact(session)) == 1
-        trial.worker.engine.token_latency_s = 0
-        await trial.chat(session, [*HI, record["response"], user("Go on")])
-        assert len(await trial.exact(session)) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-async def test_what_goes_on_behind_a_pause_has_all_its_rows(
-    stage: Stage, around: Sequence[str], asks: bool, stream: bool
-) -> None:
-    settings = {"partial_rollout": "resume"}
-    async with simulated_experts(stage, around=around, settings=settings) as trial:
-        text = "Question: one?"
-        if around:
-            text += (await trial.generate(text=text))["text"] + " and two?"
-        trial.worker.log.clear()
-        trial.worker.engine.token_latency_s = 0.05
-        sampling = {"max_new_tokens": 40, "ignore_eos": True}
-        body = {"text": text, "sampling_params": sampling, "rid": "mine", "stream": stream}
-        own = {"return_routed_experts": True} if asks else {}
-        async with under_way(trial.post("/generate", {**body, **own})) as generating:
-            await trial.sampling()
-            await trial.post("/pause_generation", {})
-            await until(lambda: trial.router.app.router.gate.held, "it was cut and waits")
-            trial.worker.engine.token_latency_s = 0
-            await trial.post("/continue_generation", {})
-            answer = await generating
-        said = events(answer.body)[-1] if stream else answer.json()
-        first = trial.generations("/generate")[0]
-        assert len(said["output_ids"]) == 40
-        tokens = first.input_ids + said["output_ids"]
-        assert len(trial.worker.log.at("/generate")) >= 2
-        assert np.array_equal(await trial.rows(rid="mine"), truth(tokens))
-        assert (FIELD in answer.body) == asks
-        if asks:
-            assert said["meta_info"]["routed_experts"] == encode_routes(truth(tokens))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
-from miles_router.testing import SimulatedWorker
 from tests.e2e.test_episodes import HI, asked, branched, got
-from tests.support.cache_trial import CACHE, SHORT, Trial, checkpoint, simulated_trial
-from tests.support.restarts import StateDirectories
+from tests.support.cache_trial import SHORT, Trial, simulated_trial
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -229,18 +225,3 @@ async def test_equal_rollouts_read_by_rid_are_each_counted_as_trained(stage: Sta
         for rid in rids:
             await trial.retrieve(rid=rid)
         assert total(await run(trial), "trained") == {"default": sampled}, "however often they are read"
-
-
-@pytest.mark.alone("each process counts the turns that it has, and equal rollouts may lie in two")
-async def test_equal_rollouts_are_counted_as_trained_behind_a_restart(tmp_path: Path) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
-        restarts = StateDirectories(worker, tmp_path)
-        layer, model = MiddlewareSpec(CACHE), checkpoint()
-        async with restarts.router(layer, hf_checkpoint=model) as router:
-            rids = [rid for turns in (1, 2) for rid in await equal_turns(Trial(router, worker), turns)]
-            async with restarts.router(layer, hf_checkpoint=model) as again:
-                trial = Trial(again, worker)
-                found = [await trial.retrieve(rid=rid) for rid in rids]
-                trained = [sum(each["loss_mask"]) for each in found]
-                assert trained == [6] * GROUP + [12] * GROUP
-                assert total(await run(trial), "trained") == {"1": sum(trained)}

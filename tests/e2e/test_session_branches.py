@@ -20,7 +20,6 @@ from tests.support.session_trial import (
     exactly,
     message_of,
     qwen3,
-    said,
     session_trial,
     simulated_sessions,
     user,
@@ -83,18 +82,6 @@ async def all_exact(trial: SessionTrial, session: str, *lines: list[int]) -> Non
 # Branches
 
 
-async def test_an_answer_in_other_words_is_given_as_words_behind_the_turn_before_it(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session, 2)
-    await trial.chat(session, [*history[:-1], said("I take that back."), user("Go on")])
-    assert await parents(trial, session) == [None, 0, 0]
-    assert await trial.reasons(session) == [None, None, "edited_history"]
-    await all_exact(trial, session, [0, 1], [0, 2])
-    (sample,) = await trial.samples(session, branches="last")
-    assert "I take that back." in sample["response"]
-    assert sum(sample["loss_mask"]) == 16, "of two answers, and none of the agent's words"
-
-
 async def test_a_sub_agent_has_a_tree_of_its_own(trial: SessionTrial) -> None:
     session = await trial.create()
     history = await episode(trial, session, 1)
@@ -118,15 +105,6 @@ async def test_what_a_harness_calls_a_sub_agent_is_a_side_call(trial: SessionTri
         assert (await trial.ask("POST", path, body, headers)).status == 200
     labels = [sample["metadata"]["side_call"] for sample in await trial.samples(session)]
     assert labels == [False, aside], "although it begins as the main line does"
-
-
-async def test_the_choice_that_the_agent_took_goes_on(trial: SessionTrial) -> None:
-    session = await trial.create()
-    answer = await trial.chat(session, HI, n=3)
-    await trial.chat(session, [*HI, message_of(answer, 1), user("Go on")])
-    assert await parents(trial, session) == [None, None, None, 1]
-    assert await trial.reasons(session) == [None, "choice", "choice", None]
-    await all_exact(trial, session, [0], [2], [1, 3])
 
 
 async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTrial) -> None:
@@ -191,17 +169,6 @@ async def test_a_turn_that_is_repeated_while_it_runs_waits_for_its_answer(
 
 async def _all(asking: list[Any]) -> list[RawReply]:
     return list(await asyncio.gather(*asking))
-
-
-async def test_another_request_under_the_same_turn_id_is_another_step(trial: SessionTrial) -> None:
-    session = await trial.create()
-    first = await trial.turn(session, HI, SAME)
-    history = [*HI, message_of(first.json()), user("Go on")]
-    second = await trial.turn(session, history, SAME)
-    assert second.body != first.body
-    assert (await trial.turn(session, history, SAME)).body == second.body
-    assert [(each["turn_id"], each["parent"]) for each in await trial.records(session)] == [("t1", None), ("t1", 0)]
-    assert len(trial.log) == 2
 
 
 async def test_a_turn_id_without_end_is_refused(worker: ScriptedWorker, scripted: SessionTrial) -> None:

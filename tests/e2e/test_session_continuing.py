@@ -34,8 +34,6 @@ from tests.support.session_trial import (
 from tests.support.stage import Stage, staged
 
 HI: list[Any] = [user("Hi")]
-END_OF_TEXT = 151643
-NEXT = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -89,37 +87,6 @@ async def test_a_tool_agent_s_episode_is_what_the_engine_saw(trial: SessionTrial
     for each in generations(trial):
         assert qwen3().encode(qwen3().decode(each.output_ids)) != each.output_ids, "encoding it again would drift"
     assert (await trial.reasons(session)) == [None] * 6
-
-
-async def test_the_next_turn_is_given_the_ids_that_are_held(trial: SessionTrial) -> None:
-    session = await trial.create()
-    trial.worker.say(spelled("Yes"))
-    message = message_of(await trial.chat(session, HI))
-    await trial.chat(session, [*HI, message, user("Go on")])
-    sent = trial.log[1].json()
-    one, two = generations(trial)
-    assert "input_ids" not in trial.log[0].json()
-    assert sent["input_ids"] == two.input_ids
-    assert given_behind(two, one) == NEXT.format("Go on")
-    assert sent["messages"] == [*HI, message, user("Go on")], "the engine has the words beside the ids"
-    assert "return_prompt_token_ids" not in sent
-
-
-async def test_a_stop_token_that_the_template_would_not_write_is_dropped(trial: SessionTrial) -> None:
-    session = await trial.create()
-    trial.worker.say([*qwen3().encode("Yes"), END_OF_TEXT])
-    message = message_of(await trial.chat(session, HI, stop_token_ids=[END_OF_TEXT]))
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = generations(trial)
-    assert given_behind(two, one, dropped=1) == f"<|im_end|>{NEXT.format('Go on')}"
-    sampled = len(one.input_ids) + len(one.output_ids) - 1
-    (sample,) = await trial.samples(session)
-    assert sample["tokens"] == held(two)
-    assert sample["loss_mask"][:sampled] == [0] * len(one.input_ids) + [1] * (sampled - len(one.input_ids))
-    first, second = sample["metadata"]["turns"]
-    assert (first["end"], second["start"]) == (sampled, len(two.input_ids))
-    records = await trial.records(session)
-    assert [record["dropped_tokens"] for record in records] == [0, 1]
 
 
 SPACED = '{"a":17,   "b":25}'

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.fleet import held
 from tests.support.http import RawReply
 from tests.support.session_trial import SessionTrial, message_of, simulated_sessions, user
 from tests.support.stage import Stage
@@ -95,33 +94,7 @@ async def test_a_turn_under_a_budget_is_cut_to_what_the_engine_s_window_holds(st
         assert overflow_of(refused)["reason"] == "context"
 
 
-async def test_an_episode_has_as_many_turns_as_its_budget(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"budget": {"max_turns": 2}})
-    twice = [("X-Turn-Id", "t1")]
-    answer = await trial.chat(session, HI, headers=twice)
-    assert await trial.chat(session, HI, headers=twice) == answer, "a repetition is no turn"
-    assert (await ask_again(trial, session, answer)).status == 200
-    assert await end_reason(trial, session) is None
-    assert overflow_of(await ask_again(trial, session, answer))["reason"] == "turns"
-    assert await end_reason(trial, session) == "turns"
-
-
 # What the agent cannot change
-
-
-async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial: SessionTrial) -> None:
-    fixed = {"temperature": 0.25, "top_p": 0.5, "stop": ["zzz"], "presence_penalty": 0.5, "logit_bias": {"7": -1.0}}
-    session = await trial.create(contract={"sampling": fixed})
-    asked: Any = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
-    assert (await trial.turn(session, HI, seed=5, **asked)).status == 200
-    sent = trial.log[0].json()
-    assert {name: sent.get(name) for name in (*fixed, "stop_token_ids", "seed")} == {
-        **fixed,
-        "stop_token_ids": None,
-        "seed": 5,
-    }
-    (record,) = await trial.records(session)
-    assert record["asked_for"] == {"temperature": 2.0, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -144,31 +117,6 @@ async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stag
             answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, "model": "base:other"})
             assert answer.status == 200, answer.body
         assert {each.lora_path for each in trial.worker.log.generations} == {"mine"}
-
-
-async def test_the_model_that_a_contract_names_is_not_an_agents_adapter(stage: Stage) -> None:
-    async with simulated_sessions(stage, enable_lora=True) as trial:
-        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "one", "lora_path": "/x"})
-        session = await trial.create(contract={"model": {"name": "student"}})
-        for model in ("one", "default:one"):
-            answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", {"messages": HI, "model": model})
-            assert answer.status == 200, answer.body
-        free = await trial.create()
-        assert (await trial.ask("POST", f"/sessions/{free}{CHAT}", {"messages": HI, "model": "one"})).status == 200
-        assert [each.lora_path for each in trial.worker.log.generations] == [None, None, "one"]
-
-
-async def test_a_turn_whose_adapter_is_loaded_while_it_waits_is_refused(stage: Stage) -> None:
-    async with simulated_sessions(stage, enable_lora=True) as trial:
-        session = await trial.create()
-        answer = await trial.chat(session, HI, model="step-8")
-        await trial.ask("POST", "/pause_generation", {"mode": "abort"})
-        waiting = asyncio.ensure_future(ask_again(trial, session, answer, model="step-8"))
-        await held(trial.router, 1)
-        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "step-8", "lora_path": "/x"})
-        await trial.ask("POST", "/continue_generation", {})
-        assert (await waiting).status == 503
-        assert [each.lora_path for each in trial.worker.log.generations] == [None]
 
 
 async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -> None:

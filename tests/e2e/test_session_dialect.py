@@ -3,7 +3,6 @@ are the sessions of `/sessions`, and either kind of client sees its own contract
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -250,14 +249,6 @@ async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTr
     assert (await stats(scripted))["active_sessions"] == 1
 
 
-@pytest.mark.alone("it reads trajectories without naming a session")
-async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: SessionTrial) -> None:
-    await finalized(scripted, *((f"s{number}", f"g{number // 2}") for number in range(12)))
-    answers = await asyncio.gather(*(read(scripted, drain=True, max_groups=2) for _ in range(4)))
-    assert sorted(each for answer in answers for each in answer) == sorted(f"s{number}" for number in range(12))
-    assert (await stats(scripted))["bytes"] == 0
-
-
 # Rollouts
 
 
@@ -284,15 +275,6 @@ async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, 
 
 
 # Odd requests, and what a restart leaves
-
-
-@pytest.mark.alone("it reads trajectories without naming a session")
-async def test_metadata_that_names_no_instance_breaks_no_batch(trial: SessionTrial) -> None:
-    session = await trial.create("odd", metadata={"instance_id": ["of", "several"]})
-    await good(await turn(trial, named(session)))
-    await post(trial, "/session/finalize", {"session_id": session})
-    assert (await stats(trial))["groups"] == 1
-    assert len((await post(trial, "/trajectory/read"))["data"]) == 1
 
 
 async def test_a_session_begun_anew_says_that_its_history_was_not_recorded(trial: SessionTrial) -> None:

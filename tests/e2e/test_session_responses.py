@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.support.session_apis import BOTH, RESPONSES, Api, case
-from tests.support.session_trial import SessionTrial, exactly, simulated_sessions, user
+from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
 from tests.support.stage import Stage
 
 ADD: Any = {
@@ -152,21 +152,6 @@ async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool
         }
 
 
-async def test_reasoning_that_is_sealed_or_left_out_is_the_answer_s_own(stage: Stage) -> None:
-    """Without ids, without reasoning, with only what stands for it, with the results between the calls."""
-    async with scripted(stage, script=[*SCRIPT[:1], "So it is."]) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            first = await asked(client, "Add.", live=True, include=["reasoning.encrypted_content"], store=False)
-            items, results = plain(sent_back(first)), outputs(first)
-            bare = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in items]
-            sealed = {"type": "reasoning", "summary": [], "encrypted_content": items[0]["encrypted_content"]}
-            between = [one for pair in zip(items[2:], results, strict=True) for one in pair]
-            for spelled in ([*bare[1:], *results], [sealed, *bare[1:], *results], [*items[:2], *between]):
-                await asked(client, [user("Add."), *spelled], live=False)
-        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 0, 0]
-
-
 async def test_a_response_goes_on_from_one_before_without_its_instructions(stage: Stage) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
@@ -284,21 +269,6 @@ async def test_a_custom_call_that_was_cut_never_looks_complete(stage: Stage) -> 
                 assert all(item.type == "function_call" and item.status == "incomplete" for item in open_calls)
                 assert not any(item.arguments.endswith("}") for item in open_calls)
                 assert plain((await client.responses.retrieve(cut.id)).to_dict()) == plain(cut.to_dict())
-
-
-async def test_reasoning_that_comes_back_as_a_message_is_reasoning(stage: Stage) -> None:
-    steps = [{"reasoning": f"Thought {turn}.", "calls": [{"name": "add", "arguments": {"a": 1}}]} for turn in range(2)]
-    async with scripted(stage, script=[*steps, {"reasoning": "Enough.", "text": "Done."}, "Bye."]) as trial:
-        api, session, given = Api(RESPONSES), await trial.create(), [user("Go.")]
-        for _ in range(4):
-            for item in (await api.turn(trial, session, given, tools=[ADD])).items:
-                if item["type"] == "reasoning":
-                    text = item["content"][0]["text"].strip()
-                    item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
-                given.append(item)
-                given += api.results((item["call_id"], "ok")) if item["type"] == "function_call" else []
-            given += [user("Go.")] if given[-1].get("role") == "assistant" else []
-        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 1, 2]
 
 
 # Settings

@@ -77,27 +77,6 @@ async def test_an_abort_of_a_group_ends_nobody_else(trial: SessionTrial) -> None
     assert (await trial.read(other))["metadata"].get("end_reason") is None
 
 
-async def test_several_choices_have_no_name_at_the_engine_and_are_broken_off(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"group": "g"})
-    async with under_way(trial.turn(session, HI, n=2, **ENDLESS)) as turn:
-        await it_samples(trial, 2)
-        await trial.ask("POST", "/abort_request", {"group": "g"})
-        assert (await turn).status == 400
-        await gone(trial)
-    assert await trial.samples(session) == []
-
-
-async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.ABORT_GRACE", 0.01)
-    session = await trial.create(contract={"group": "g"})
-    trial.worker.faults.status(500, path="/abort_request")
-    async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
-        await it_samples(trial)
-        await trial.ask("POST", "/abort_request", {"group": "g"})
-        assert (await turn).status == 400
-        await gone(trial)
-
-
 @pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
 async def test_a_group_s_text_rollouts_end_too(trial: SessionTrial, named: bool) -> None:
     body = {**GENERATION, **({"rid": "one"} if named else {})}

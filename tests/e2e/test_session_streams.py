@@ -19,7 +19,7 @@ from tests.support.scripted_chat import (
     event,
     streamed,
 )
-from tests.support.scripted_worker import ScriptedWorker, Visit, reply, script
+from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.session_apis import case
 from tests.support.session_trial import (
     CHAT,
@@ -124,65 +124,6 @@ async def test_engine_without_ids_in_streams_gets_buffered_streams_from_then_on(
     (untraced,) = found["metadata"]["untraced"]
     assert untraced["path"] == CHAT
     assert len(logged(caplog, "turn_not_traced")) == 1
-
-
-async def test_a_stream_with_too_few_logprobs_is_an_error_and_the_next_turn_is_asked_whole(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    worker.next(streamed(*chat_events([7, 8, 9], ["H", "i"]))).always(script(chat_reply([7, 8], "Hi")))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    refused = await whole_or_cut(trial.turn(session, HI, stream=True))
-    assert b"position 2, token 9 has none" in refused.body
-    assert trial.statistics()["invalid_answers"] == {worker.url: 1}
-    assert text_of(await trial.stream(session, HI)) == "Hi"
-    assert len(await trial.records(session)) == 1
-
-
-async def asked_for_streams(trial: SessionTrial, worker: ScriptedWorker, session: str) -> bool:
-    """Whether a streamed turn in a session asks its worker for a stream."""
-    assert text_of(await trial.stream(session, HI)) == "Hello"
-    return json.loads(worker.requests[-1].body).get("stream", False) is True
-
-
-def answer_either(worker: ScriptedWorker) -> None:
-    """A worker that gives a stream to whoever asks for one, and a whole answer else."""
-
-    async def answer(visit: Visit) -> None:
-        stream = json.loads(await visit.read_body()).get("stream")
-        await (streamed(*HELLO) if stream else script(chat_reply([7, 8, 9], "Hello")))(visit)
-
-    worker.always(answer)
-
-
-async def test_each_session_is_served_as_its_own_worker_can(stage: Stage) -> None:
-    workers = [able(await stage.worker()), able(await stage.worker(), "messages")]
-    for worker in workers:
-        answer_either(worker)
-    trial = await session_trial(stage, *workers)
-    sessions: dict[str, str] = {}
-    while len(sessions) < 2:  # which of them a session is tied to is not known before its first turn
-        session = await trial.create()
-        assert text_of(await trial.stream(session, HI)) == "Hello"
-        (record,) = await trial.records(session)
-        assert record["versions"] == "engine", "a stream of the one that may have answered would tell too little"
-        sessions[record["worker"]] = session
-    assert await asked_for_streams(trial, workers[0], sessions[workers[0].url])
-    assert not await asked_for_streams(trial, workers[1], sessions[workers[1].url])
-    assert [len(await trial.records(each)) for each in sessions.values()] == [2, 2]
-
-
-async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_the_last(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    worker.next(streamed(*chat_events([7, 8, 9], ["Hel", "l", "o"], output_ids=None)))
-    answer_either(worker)
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    assert await asked_for_streams(trial, worker, session)
-    assert not await asked_for_streams(trial, worker, session), "it has shown that it tells too little"
-    worker.kill()
-    await worker.listen()
-    assert await asked_for_streams(trial, worker, session)
-    assert [each["versions"] for each in await trial.records(session)] == ["engine", "engine"]
 
 
 async def test_stream_weights_are_those_the_engine_confirms_at_the_end(

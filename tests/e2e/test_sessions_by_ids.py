@@ -19,14 +19,12 @@ from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model_of_wor
 from tests.support.agent_apis import APIS
 from tests.support.brake import Brake
 from tests.support.by_ids_trial import five_turns
-from tests.support.experts_trial import WIDTH, episode, simulated_experts, tokens_of
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.session_apis import BOTH, Api, Said, case
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
     CHAT,
-    SESSIONS,
     SessionTrial,
     message_of,
     qwen3,
@@ -133,16 +131,6 @@ async def test_a_stop_string_and_half_a_character_are_never_shown(stage: Stage) 
         assert "".join(texts) == "Smile 🚀 and ST then "
         assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts)
         assert chunks[-1]["choices"][0]["matched_stop"] == "STOP"
-
-
-async def test_the_rows_of_every_position_come_with_samples(stage: Stage) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,), worker_class=SimulatedJax, weight_version=None) as trial:
-        session = await trial.create()
-        await episode(trial, session, 4)
-        (sample,) = await trial.exact(session)
-        ends = [len(tokens_of(each)) - 1 for each in trial.generations(GENERATE)]
-        assert len(sample["tokens"]) - 1 == ends[-1]
-        assert trial.held["bytes"] == ends[-1] * WIDTH
 
 
 INVALID: Sequence[tuple[str, Any]] = [
@@ -320,20 +308,6 @@ async def test_what_needs_a_grammar_of_the_engine_is_refused_by_name(stage: Stag
             assert (answer.status, b"response_format" in answer.body) == (501, True)
         assert not worker.log.generations
         assert await trial.records(session) == []
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["without adapters", "with adapters"])
-async def test_an_adapter_is_applied_or_refused(stage: Stage, lora: bool) -> None:
-    async with simulated(enable_lora=lora, served_model_name="served") as worker:
-        if lora:
-            worker.engine.adapters["ad"] = "/x"
-        trial, session = await chat(stage, worker)
-        asked: list[Any] = [{"lora_path": "ad"}, {"model": "served:ad"}, {"model": "other:ad"}]
-        for fields in asked:
-            worker.log.clear()
-            answer = await trial.turn(session, [user("Hi")], **fields)
-            assert (answer.status == 200) is lora, answer.body
-            assert [each.lora_path for each in worker.log.generations] == (["ad"] if lora else []), fields
 
 
 def plainly(said: Said) -> Any:

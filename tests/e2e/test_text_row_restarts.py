@@ -17,7 +17,7 @@ from miles_router.state.inspection import holdings
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_text_restarts import Restarts
 from tests.support.cache_trial import SHORT, Trial, checkpoint, events
-from tests.support.experts_trial import EXPERTS, MOE, SHAPE, WIDTH, array_of, truth
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, array_of, truth
 from tests.support.http import RawReply
 from tests.support.waiting import until
 
@@ -83,21 +83,6 @@ async def test_rows_of_texts_after_a_kill_are_byte_for_byte_those_before(restart
                 assert numbers(after)[name] == written[name] > 0
         async with restarts.started(keeper(), state_rows=False) as again:  # what is held is read, whatever is written
             assert await all_rows(again, asked[::-1]) == known[::-1]
-
-
-async def test_a_text_that_goes_on_after_a_kill_asks_for_new_rows_alone(restarts: Restarts) -> None:
-    async with restarts.started(keeper(), state_rows=True) as before:
-        first = await before.generate(text="Question: one?")
-        text = "Question: one?" + first["text"]
-        tokens = (await before.retrieve(text=text))["tokens"]
-        async with restarts.started(keeper(), state_rows=True) as after:
-            second = await after.generate(text=f"{text} And two?")
-            assert after.log[-1].json()["routed_experts_start_len"] == len(tokens) - 1
-            whole = await after.retrieve(rid=second["meta_info"]["id"])
-        assert bytes_of_rows(restarts) < WIDTH * (len(whole["tokens"]) - 1) + 2 * 100, "none is there twice"
-        async with restarts.started(keeper(), state_rows=True) as again:
-            found = array_of(await rows(again, {"rid": whole["rid"]}))
-            assert np.array_equal(found, truth(whole["tokens"]))
 
 
 async def test_rows_of_texts_that_were_not_written_are_said_to_be_missing(restarts: Restarts) -> None:

@@ -156,22 +156,6 @@ async def test_a_wait_at_the_gate_is_a_span(stage: Stage, collector: Collector) 
     assert [part.name for part in collector.parts(turn)] == ["gate", "first_byte", "generation"]
 
 
-async def test_a_wait_for_room_is_a_span(stage: Stage, collector: Collector) -> None:
-    async with SimulatedWorker(context_len=4_000) as worker:
-        router = await stage.router(worker.url, admission=0.5, **ON)
-        await until(lambda: all(each.facts is not None for each in router.pool), "its memory is known")
-        body = json.dumps({"input_ids": [300] * 1_500, "sampling_params": {"max_new_tokens": 2}}).encode()
-        assert (await router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "a")], body)).status == 200
-        second = asyncio.ensure_future(router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "b")], body))
-        await held(router, 1)
-        router.app.router.end_session("a")
-        assert (await second).status == 200
-        turns = await collector.come("turn", 2)
-        assert [part.name for part in collector.parts(turns[1])] == ["queue", "first_byte", "generation"]
-        (episode,) = await collector.come("episode", 1)
-        assert (episode.trace, episode.attributes["session.id"]) == (turns[0].trace, "a")
-
-
 # Episodes
 
 
@@ -231,19 +215,6 @@ async def test_a_text_that_goes_on_stays_in_its_trace(stage: Stage, collector: C
 
 
 # Settings of OpenTelemetry
-
-
-@pytest.mark.parametrize(("flag", "kept"), [("01", 1), ("00", 0)])
-async def test_a_client_that_keeps_no_trace_has_none_kept_here(
-    stage: Stage, collector: Collector, flag: str, kept: int
-) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
-    await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-{flag}"))
-    await generate(router)
-    await collector.come("turn", 1 + kept)
-    assert len([turn for turn in collector.spans("turn") if turn.trace == TRACE]) == kept
-    assert parents(worker)[0][2] is bool(kept)
 
 
 async def test_the_sampler_keeps_whole_sessions(
