@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.control import standstill
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply
@@ -155,21 +154,6 @@ async def test_while_an_update_is_under_way_no_two_generations_share_a_cache(sta
         assert len(set(keys(worker))) == 4
 
 
-async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(stage: Stage) -> None:
-    async with fleet(stage) as (worker, router), WatchedWorker(weight_version="1", stop_probability=0.0) as other:
-        assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        for _ in range(2):
-            await generate(router)
-        assert (await router.ask("POST", f"/remove_worker?url={other.url}")).status == 200
-        await update(router, "2")
-        other.engine.weight_version = "2"
-        assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        assert (await generate(router))["cached_tokens"] == 0
-        await generate(router)  # by the other worker, unless that is another process's choice
-        reused = worker.cache.reused | other.cache.reused
-        assert {pair for pair in reused if len({*pair}) > 1} == set(), "of other weights"
-
-
 async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     async with fleet(stage) as (worker, router):
         await update(router, "2")
@@ -238,12 +222,3 @@ async def test_an_update_whose_flush_comes_too_early_is_flushed_later(
         assert (await post(router, "/continue_generation")).status == 200
         assert (await generate(router))["cached_tokens"] == 0
         assert keys(worker) == [None, None], "nothing of older weights is left to be kept apart"
-
-
-async def test_an_update_whose_cache_stays_full_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standstill, "FLUSH_PATIENCE", 0.5)
-    async with fleet(stage) as (worker, router):
-        assert (await post(router, "/pause_generation", mode="abort")).status == 200
-        LetsGoLater(worker, 1000)
-        answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
-        assert (answer.status, answer.json()["success"]) == (400, False)

@@ -132,26 +132,6 @@ async def test_every_process_lists_and_counts_the_sessions_of_all(stage: Stage, 
     assert batch.error_type == "invalid_request", "a part of them would look like all"
 
 
-async def test_only_requests_between_processes_enter_with_the_clients_key(stage: Stage, tmp_path: Path) -> None:
-    worker = able(await stage.worker()).always(GOOD)
-    keys = {"api_key": "theirs", "admin_api_key": "ours"}
-    routers = await several(stage, tmp_path, 2, worker, middlewares=LAYER, hf_checkpoint=checkpoint(), **keys)
-    key = [("Authorization", "Bearer theirs"), *JSON]
-    names = [name_of(index, 2) for index in range(2)]
-    for name in names:  # one of the two is forwarded
-        made = json.dumps({"session_id": name}).encode()
-        assert (await routers[0].ask("POST", "/sessions", key, made)).status == 200
-        assert (await routers[0].ask("POST", "/sessions", JSON, made)).status == 401
-        assert (await routers[0].ask("GET", f"/sessions/{name}")).status == 401
-        assert (await routers[0].ask("GET", f"/sessions/{name}", key)).status == 200
-    for router in routers:
-        listed = await router.ask("GET", "/sessions", key)
-        assert sorted(each["session_id"] for each in listed.json()["sessions"]) == names
-        assert (await router.ask("GET", "/trajectory/stats", key)).json()["active_sessions"] == 2
-        for wrong in ([], [("Authorization", "Bearer ours")], [("X-Api-Key", "asked")]):
-            assert (await router.ask("GET", "/sessions", wrong)).status == 401
-
-
 # What is lost with a process
 
 

@@ -6,14 +6,12 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory.retrieved import read_safetensors_list
-from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, Trial, checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
 from tests.support.http import ask
@@ -65,24 +63,6 @@ async def test_ids_go_on_from_texts_and_texts_from_ids(stage: Stage, tmp_path: P
         assert held(trials) == [2, 0, 0]
 
 
-async def test_spellings_of_one_text_in_several_processes_are_ambiguous_everywhere(
-    stage: Stage, tmp_path: Path
-) -> None:
-    async with trials_of(stage, tmp_path, 3) as trials:
-        text, rids = await siblings(*trials[:2])
-        assert held(trials) == [1, 1, 0]
-        for trial in trials:
-            found = await trial.retrieve(text=text)
-            assert (found["ambiguous"], sorted(found["candidates"])) == (True, sorted(rids))
-            assert found["rid"] in rids
-            assert found["tokens"] == (await trial.retrieve(rid=found["rid"]))["tokens"]
-            listed, other = await trial.retrieve(texts=[text, "This is"])
-            assert (sorted(listed["candidates"]), listed["rid"] in rids) == (sorted(rids), True)
-            assert not other["ambiguous"]
-            for rid in rids:
-                assert not (await trial.retrieve(rid=rid))["ambiguous"], "an id selects exactly one"
-
-
 async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, tmp_path: Path) -> None:
     async with trials_of(stage, tmp_path, 3) as trials:
         texts, rids, ids = [], [], []
@@ -107,22 +87,6 @@ async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, 
             assert (await trial.post("/retrieve_from_text", {"rid": "nobody's"})).status == 404
             strict = {"texts": [texts[0], texts[1] + "?"], "strict": True}
             assert (await trial.post("/retrieve_from_text", strict)).error_type == "not_found"
-
-
-async def test_a_text_that_is_too_long_is_refused_before_anybody_looks_whose_it_is(
-    stage: Stage, tmp_path: Path
-) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
-        bound: Any = {"middlewares": LAYER, "hf_checkpoint": checkpoint(), "max_text_chars": 1000}
-        routers = await several(stage, tmp_path, 2, worker.url, **bound)
-        trials = [Trial(router, worker) for router in routers]
-        for text in ("x" * 1001, ["Hi", "y" * 1001]):
-            for trial in trials:
-                refused = await trial.post("/generate", {"text": text, "sampling_params": {}})
-                assert (refused.status, refused.error_type) == (413, "request_too_large")
-        for router in routers:
-            forwarded: Any = router.app.router.owners.numbers()[0]
-            assert forwarded.questions == 0
 
 
 async def test_rows_are_delivered_from_whichever_process_holds_them(stage: Stage, tmp_path: Path) -> None:

@@ -223,19 +223,6 @@ async def test_the_halves_of_a_pair_are_of_one_model(stage: Stage) -> None:
         assert [len(worker.log.at("/generate")) for worker in (*actor.workers, *judge.workers)] == [3] * 4
 
 
-async def test_a_half_of_another_model_makes_no_pair(stage: Stage) -> None:
-    router = await stage.router()
-    async with (
-        halves(stage, decodes=0, router=router, attributes={"model_id": "actor"}) as actor,
-        halves(stage, prefills=0, router=router, attributes={"model_id": "judge"}) as judge,
-    ):
-        for pair, model, missing in ((actor, "actor", "decode"), (judge, "judge", "prefill")):
-            reply = await pair.generate(model=model)
-            assert reply.status == 503
-            assert f"no routable {missing} worker" in reply.json()["error"]["message"]
-        assert (await router.ask("GET", "/readiness")).status == 503
-
-
 @pytest.mark.parametrize(
     ("said", "problem"),
     [

@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 from miles_router.tasks import spawn
 from miles_router.testing.worker.exchange_log import GenerationRecord
 from tests.support.cache_trial import CACHE, checkpoint
-from tests.support.experts_trial import HI, MOE, ExpertsTrial, episode, experts_trial, truth
+from tests.support.experts_trial import HI, MOE, ExpertsTrial, episode, experts_trial
 from tests.support.pairs import Halves, halves
 from tests.support.session_trial import CHAT, SESSIONS, exactly, message_of, qwen3, session_trial, user
 from tests.support.stage import Stage
@@ -48,18 +47,6 @@ async def test_an_episode_is_exact_with_the_rows_of_every_position(stage: Stage)
         exactly(sample, *told)
         busy = [worker for worker in pair.workers if worker.log.at(CHAT)]
         assert len(busy) == 2, "a session keeps its halves"
-
-
-async def test_an_episode_outlives_the_loss_of_each_half(stage: Stage) -> None:
-    async with above(stage, resume_on_worker_loss=True) as (trial, pair):
-        session = await trial.create()
-        history = [*HI]
-        for turn, lost in enumerate((pair.prefills, pair.decodes, ())):
-            history += [message_of(await trial.chat(session, history, **TURN)), user(f"Go on {turn}")]
-            for worker in [each for each in lost if each.log.at(CHAT)]:
-                await worker.kill()
-        (sample,) = await trial.exact(session)
-        exactly(sample, *turns_of(pair, CHAT))
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
@@ -101,16 +88,3 @@ async def test_a_streamed_turn_outlives_the_loss_of_a_half(stage: Stage, lost: s
         last = turns_of(pair, CHAT)[-1]
         assert sample["tokens"] == [*last.input_ids, *last.output_ids]
         assert sum(sample["loss_mask"]) == 20
-
-
-async def test_a_text_goes_on_from_its_tokens(stage: Stage) -> None:
-    async with above(stage) as (trial, pair):
-        text = "Once upon"
-        for _ in range(3):
-            answer = await trial.generate(text=text)
-            text += answer["text"]
-        told = turns_of(pair, "/generate")
-        found = await trial.post("/retrieve_from_text", {"text": text})
-        assert found.json()["tokens"] == [*told[-1].input_ids, *told[-1].output_ids]
-        rows = await trial.rows(text=text)
-        assert np.array_equal(rows, truth(found.json()["tokens"]))

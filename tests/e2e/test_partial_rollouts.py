@@ -11,8 +11,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.engine import PauseMode
-from tests.support.fleet import post, requests_of
-from tests.support.http import request
+from tests.support.fleet import post
 from tests.support.resuming import (
     ABORT,
     DONE,
@@ -20,8 +19,6 @@ from tests.support.resuming import (
     EOS,
     EVENTS,
     IN_THE_QUEUE,
-    JSON,
-    PROMPT,
     a_stream,
     answer,
     engine,
@@ -29,16 +26,14 @@ from tests.support.resuming import (
     events,
     generate,
     going_on,
-    held,
     in_json,
-    in_one,
     length,
     one_piece,
     pause,
     streamed,
     told,
 )
-from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, chunk, reply, script
 from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
@@ -200,15 +195,6 @@ async def test_so_is_a_stream(stage: Stage) -> None:
             assert events(await going_on(router, generating)) == [answer([5]), answer([5, 6], ABORT)]
 
 
-@pytest.mark.parametrize("field", ["return_hidden_states", "custom_logit_processor"])
-async def test_answers_that_cannot_be_joined_are_returned(stage: Stage, field: str) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    asking = lambda: generate(router, **{field: True})  # noqa: E731
-    generating = await pause(router, one, one_piece(answer([5], ABORT)), asking)
-    assert (await going_on(router, generating)).json() == answer([5], ABORT)
-
-
 @pytest.mark.parametrize("ending", [(RESET,), (event({"error": {}}), *END), END], ids=["lost", "error", "no end"])
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_a_stream_that_cannot_go_on_takes_nothing_back(
@@ -268,28 +254,6 @@ def long_reply(stream: bool, finish: object) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("at", [-1, -2, -3, -60])
-async def test_a_long_answer_that_nobody_cut_is_given_on_before_it_has_ended(
-    stage: Stage, stream: bool, at: int
-) -> None:
-    one, rest = await engine(stage), asyncio.Event()
-    router = await stage.router(one.worker, partial_rollout="resume")
-    body = long_reply(stream, length(1))
-    end = DONE if stream else b""
-    head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])
-    pieces: list[Step] = [chunk(body[:at]), rest, chunk(body[at:]), *([chunk(end)] if end else []), chunk(b"")]
-    one.goes.append(script(head, *pieces))
-    client = await stage.client(router)
-    await client.send(request("POST", "/generate", JSON, orjson.dumps({"input_ids": PROMPT, "stream": stream})))
-    await client.read_head("POST")
-    begun = b""
-    while len(begun) < len(body) + at:
-        begun += await client.read_part()
-    rest.set()
-    assert begun + (await client.read_body()).body == body + end
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream: bool) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")
@@ -310,32 +274,6 @@ async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream
 
 
 # Aborts, and clients that leave
-
-
-@pytest.mark.parametrize("where", ["at the gate", "while a worker is asked", "in the next go"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_it_wherever_it_is(stage: Stage, where: str, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    client = await stage.client(router)
-    parts = [answer([token], ABORT) | ({"index": index} if stream else {}) for index, token in enumerate((5, 6))]
-    paused = asyncio.Event()
-    one.goes.append(script(paused, EVENTS, *map(event, parts), *END) if stream else script(paused, in_one(parts)))
-    body = {"text": ["Hi", "Ho"], "stream": stream}
-    await client.send(request("POST", "/generate", JSON, orjson.dumps(body)))
-    await until(lambda: one.asked, "it runs")
-    await post(router, "/pause_generation")
-    paused.set()
-    await until(lambda: held(router) == 2, "it was cut")
-    if where != "at the gate":
-        if where == "while a worker is asked":
-            one.worker.standing["/v1/tokenize"] = script(HANG)
-        one.goes.extend([script(HANG), script(HANG)])
-        await post(router, "/continue_generation")
-        await until(lambda: one.worker.busy == 2, "it goes on")
-    client.abort()
-    await stage.nothing_under_way()
-    assert held(router) == len(requests_of(router)) == 0
 
 
 # What is a cut

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import orjson
@@ -394,30 +393,6 @@ async def load(worker: SimulatedWorker, name: str) -> None:
     """Load an adapter, and the router does not see it."""
     loaded = orjson.dumps({"lora_name": name, "lora_path": "/x"})
     assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
-
-
-async def test_unknown_name_is_refused_while_no_worker_reports_its_adapters() -> None:
-    async with with_lora() as worker, running_router(health_check_timeout=0.5) as router:
-        await load(worker, "one")
-        await register(router, worker, None)
-        made = Scene(router, {"": worker})
-        record = router.pool.get(worker.url)
-        await until(lambda: record.adapters == frozenset({"one"}), "it has said which it has")
-        for fault in (partial(worker.faults.status, 500), worker.faults.hang, worker.faults.reset_in_headers):
-            record.adapters = None
-            router.app.pools.default.fleet.adapter_names.clear()
-            router.app.pools.default.forget_adapters()
-            fault(path="/v1/models", times=1)
-            answer = await made.answers(model="one")
-            assert isinstance(answer, RawReply)
-            assert (answer.status, orjson.loads(answer.body)["error"]["type"]) == (503, "no_worker_available")
-        assert await made.answers(model="org/plain") == ""
-        router.app.pools.default.forget_adapters()
-        assert await made.answers(model="one") == ""
-        assert applied(worker) == "one"
-        worker.faults.hang(path="/v1/models", times=None)
-        router.app.pools.default.forget_adapters()
-        assert await made.answers(model="gpt-4") == "", "what it said the last time"
 
 
 async def test_adapter_field_is_applied_or_refused_on_routes_without_one() -> None:

@@ -19,7 +19,6 @@ from tests.support.cache_trial import (
     SHORT,
     STREAM,
     Trial,
-    ask_worker,
     checkpoint,
     event,
     events,
@@ -113,17 +112,6 @@ async def test_empty_prompts_are_refused_because_a_worker_ends_over_them(trial: 
 
 
 # What must not be recorded
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_errors_of_the_worker_pass_and_leave_nothing(trial: Trial, stream: bool) -> None:
-    for params in ({"temperature": -1}, {"bogus": 1}):
-        body = {"text": "one", "sampling_params": params, "stream": stream}
-        answer = await trial.post("/generate", body)
-        assert trial.worker is not None
-        assert answer.body == (await ask_worker(trial.worker.url, body)).body
-    assert trial.statistics()["recorded"] == 0
-    assert trial.statistics()["passed_through"] == {}, "the client was told"
 
 
 async def test_what_is_no_good_json_answer_passes_byte_for_byte(stage: Stage) -> None:

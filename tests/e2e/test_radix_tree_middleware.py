@@ -42,16 +42,6 @@ async def trial(stage: Stage) -> AsyncIterator[Trial]:
 # Request shapes
 
 
-async def test_a_second_turn_is_given_the_sampled_ids_of_the_first(trial: Trial) -> None:
-    first = await trial.generate(text="Question: one?")
-    (given,) = trial.given()
-    second = await trial.generate(text=f"Question: one?{first['text']}\nand two?")
-    assert trial.given()[0][: len(given) + 6] == given + first["output_ids"]
-    await exactly_recorded(trial, second, trial.given()[0])
-    found = await trial.retrieve(rid=second["meta_info"]["id"])
-    assert found["loss_mask"][len(given) : len(given) + 6] == [1] * 6, "sampled before, sampled still"
-
-
 async def test_lists_of_prompts_and_several_samples_are_answered_in_their_order(trial: Trial) -> None:
     texts = {"text": ["one", "and two"]}
     asked: list[tuple[dict[str, Any], list[int]]] = [
@@ -169,20 +159,3 @@ async def test_versions_that_only_a_stream_s_events_named_are_recorded(stage: St
         {"version": "2", "start": begin + 2, "end": begin + 3},
     ]
     assert found["weight_versions"] == expected
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize("shape", [{"text": "one"}, {"text": ["one", "and two"]}, {"input_ids": [40]}])
-async def test_cumulative_and_incremental_streams_are_recorded_alike(
-    stage: Stage, incremental: bool, shape: dict[str, Any]
-) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), incremental_streaming_output=incremental) as worker:
-        trial = await trial_before(stage, worker)
-        body = {**shape, "sampling_params": {**SHORT, "max_new_tokens": 20}, "stream": True}
-        answer = await trial.post("/generate", body)
-        sizes = [len(each["output_ids"]) for each in events(answer.body)]
-        assert (sum(sizes) == 20 * len(trial.given())) if incremental else (max(sizes) == 20), sizes
-        for generation in trial.log[-1].generations:
-            found = await trial.retrieve(rid=generation.rid)
-            assert found["tokens"] == generation.input_ids + generation.output_ids
-            assert found["rollout_logp"][-20:] == pytest.approx(generation.logprobs, rel=1e-7)

@@ -102,20 +102,6 @@ async def test_ranks_are_shown_where_workers_are() -> None:
         await left(*clients)
 
 
-async def test_a_worker_without_ranks_counts_as_one_beside_them() -> None:
-    async with (
-        worker_with_ranks() as ranked,
-        worker_with_ranks(dp_size=1) as plain,
-        running_router(ranked.url, plain.url) as router,
-    ):
-        await ranks_known(router)
-        clients = [posting(router, **ROUTES["/generate"]) for _ in range(9)]
-        await until(lambda: ranked.running + plain.running == 9, "all generate")
-        assert (ranks(ranked), ranks(plain)) == ({0: 3, 1: 3}, {None: 3})
-        assert b"dp_rank" not in plain.log.at("/generate")[-1].body
-        await left(*clients)
-
-
 async def test_the_same_key_goes_to_the_same_rank() -> None:
     async with one() as (_, router):
         keys = [f"key {number}" for number in range(6)]

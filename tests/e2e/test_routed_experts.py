@@ -249,19 +249,3 @@ async def test_a_client_s_own_first_row_leaves_a_gap_that_is_named(
         await trial.generate(input_ids=[*tokens, 40], rid="next")
         assert trial.starts("/generate")[-1] == 0
         assert np.array_equal(await trial.rows(rid="next"), truth(tokens_of(trial.generations()[-1])))
-
-
-async def test_a_client_s_own_first_row_within_what_is_held_leaves_none(cached: ExpertsTrial) -> None:
-    await cached.generate(text="Question: one?")
-    tokens = tokens_of(cached.generations()[-1])
-    for start in (0, 2, len(tokens) - 1, len(tokens), len(tokens) + 1):
-        asked = {"return_routed_experts": True, "routed_experts_start_len": start, "rid": f"from {start}"}
-        answer = await cached.generate(input_ids=[*tokens, 50 + start], **asked)
-        whole = tokens_of(cached.generations()[-1])
-        assert answer["meta_info"]["routed_experts"] == encode_routes(truth(whole, start)), "as it asked"
-        if start <= len(tokens):  # the row of the last sampled one came with the requests before
-            assert np.array_equal(await cached.rows(rid=f"from {start}"), truth(whole))
-            continue
-        status, error, message = await cached.refused(rid=f"from {start}")
-        assert (status, cached.held["missing"]) == (404, {"experts_without_gap": 1})
-        assert error == "not_found", message

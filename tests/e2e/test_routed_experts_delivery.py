@@ -232,21 +232,6 @@ async def test_rows_that_found_no_room_are_said_to_be_missing(stage: Stage) -> N
         assert trial.held["bytes"] <= room
 
 
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_generations_go_in_the_order_of_their_last_use(stage: Stage) -> None:
-    async with simulated_experts(stage, options={"moe_shape": SHAPE, "max_bytes": 40 * WIDTH}) as trial:
-        for rid in ("one", "two", "three"):
-            await trial.generate(input_ids=[40, 41, 42, ord(rid[0])], rid=rid)  # 9 rows
-        await trial.rows(rid="one")
-        for rid in ("four", "five"):
-            await trial.generate(input_ids=[40, 41, 42, 43, ord(rid[0])], rid=rid)  # 10 rows
-        assert trial.held["bytes"] == (9 + 9 + 10 + 10) * WIDTH
-        assert await trial.metric("bytes") == trial.held["bytes"]
-        assert (await trial.refused(rid="two"))[0] == 404
-        for rid in ("one", "three", "four", "five"):
-            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(trial.worker.log.generation(rid))))
-
-
 async def test_what_is_larger_than_all_room_is_said_and_nothing_else_goes_wrong(stage: Stage) -> None:
     options = {"moe_shape": SHAPE, "max_bytes": 20 * WIDTH}
     async with simulated_experts(stage, around=(SESSIONS,), options=options) as trial:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -13,12 +12,11 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import load
 
-from middleware_hub.routed_experts.store import RowStore
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, checkpoint, events
-from tests.support.cuts import cut, go_on, lose, pause, reached
+from tests.support.cuts import cut, lose
 from tests.support.experts_trial import (
     EXPERTS,
     HI,
@@ -193,26 +191,6 @@ async def test_a_turn_asks_for_the_rows_behind_each_cut_alone(stage: Stage, stre
         first, second, third = trial.generations(CHAT)
         assert sample["tokens"] == tokens_of(third)
         assert trial.starts(CHAT) == [0, len(tokens_of(first)) - 1, len(tokens_of(second)) - 1]
-
-
-@pytest.mark.alone("it lets go of what the test's process holds")
-@pytest.mark.parametrize("stream", [False, True])
-async def test_rows_that_are_let_go_while_a_cut_turn_waits_are_asked_for_again(stage: Stage, stream: bool) -> None:
-    settings = {"partial_rollout": "resume"}
-    async with simulated_experts(stage, around=(SESSIONS,), settings=settings, token_latency_s=0.0002) as trial:
-        session, brake = await trial.create(), Brake(trial.worker.engine)
-        async with under_way(trial.turn(session, HI, max_tokens=40, ignore_eos=True, stream=stream)) as turn:
-            await reached(trial, brake, 5)
-            await pause(trial)
-            await until(lambda: trial.router.app.router.gate.held, "it was cut and waits")
-            for store in [each for each in gc.get_objects() if isinstance(each, RowStore)]:
-                before, store.max_bytes = store.max_bytes, 1
-                store._make_room()
-                store.max_bytes = before
-            await go_on(trial, brake, "2")
-            assert (await turn).status == 200
-        await trial.exact(session)
-        assert trial.starts(CHAT) == [0, 0]
 
 
 @pytest.mark.alone("its worker comes back within a step of the test's loop")

@@ -15,21 +15,16 @@ from miles_router.testing.tiny_tokenizer import build
 from miles_router.testing.worker.model.moe import MoeShape, encode_routes
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import (
-    ASKED,
     EXPERTS,
     HI,
     MOE,
     SHAPE,
     all_kept,
     experts_trial,
-    generated,
-    in_one,
     simulated_experts,
     tokens_of,
-    told,
     truth,
 )
-from tests.support.scripted_worker import script
 from tests.support.session_apis import case
 from tests.support.session_trial import SESSIONS
 from tests.support.stage import Stage
@@ -97,17 +92,6 @@ async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: Moe
         assert "moe_shape" in sample["metadata"]["routed_experts_missing"], "what is trained on has its dimensions"
         assert np.array_equal(await trial.rows(session_id=session), want.reshape(len(want), -1))
         assert trial.held["shape"] is None
-
-
-@pytest.mark.alone("each process learns by itself what rows look like")
-async def test_an_answer_of_another_width_than_the_first_is_not_held(stage: Stage) -> None:
-    worker = await stage.worker()
-    trial = await experts_trial(stage, worker, options={})
-    for rid, moe in (("first", MOE), ("other", MoeShape(5, 40, 2)), ("again", MOE)):
-        worker.next(script(in_one(generated([7, 8], told([7, 8], moe=moe), rid=rid))))
-        await trial.generate(**ASKED)
-        assert (await trial.deliver(rid=rid)).status == (404 if rid == "other" else 200)
-    assert sum((await trial.missing()).values()) == 1
 
 
 TOLD: list[dict[str, Any]] = [

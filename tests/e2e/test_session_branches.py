@@ -12,8 +12,8 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply
-from tests.support.scripted_chat import able, chat_events, chat_reply, streamed
-from tests.support.scripted_worker import ScriptedWorker, script
+from tests.support.scripted_chat import able
+from tests.support.scripted_worker import ScriptedWorker
 from tests.support.session_trial import (
     Message,
     SessionTrial,
@@ -26,7 +26,6 @@ from tests.support.session_trial import (
 )
 from tests.support.stage import Stage, staged
 from tests.support.under_way import under_way
-from tests.support.waiting import until
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 HI = [SYSTEM, user("Hi")]
@@ -145,26 +144,6 @@ async def test_a_turn_that_is_repeated_gets_the_answer_of_before(trial: SessionT
     assert (await trial.records(session))[0]["turn_id"] == "t1"
     assert (await trial.turn(session, HI, [("X-Turn-Id", "t2")])).body != first.body
     assert len(await trial.records(session)) == 2
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_that_is_repeated_while_it_runs_waits_for_its_answer(
-    worker: ScriptedWorker, scripted: SessionTrial, stream: bool
-) -> None:
-    gate = asyncio.Event()
-    events = chat_events([7, 8], ["H", "i"])
-    worker.always(streamed(*events[:2], gate, *events[2:]) if stream else script(gate, chat_reply([7, 8])))
-    session = await scripted.create()
-    asking = [scripted.turn(session, HI, SAME, stream=stream) for _ in range(4)]
-    async with under_way(_all(asking)) as turns:
-        await until(lambda: worker.requests, "one is at the worker")
-        while (await scripted.read(session))["metadata"]["in_flight"] < 4:
-            pass
-        gate.set()
-        answers = await turns
-    assert len({answer.body for answer in answers}) == 1
-    assert {answer.status for answer in answers} == {200}
-    assert len(worker.requests) == len(await scripted.records(session)) == 1
 
 
 async def _all(asking: list[Any]) -> list[RawReply]:

@@ -105,20 +105,6 @@ async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage
         assert len(trial.worker.log.generations) == 5, "nobody else was asked for tokens, or for a response"
 
 
-async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(trial: SessionTrial) -> None:
-    session = await trial.create("s", metadata={"task": 7})
-    first = await good(await turn(trial, named("s")))
-    await trial.chat(session, [*HI, message_of(first), user("Go on")])
-    assert await trial.reasons(session) == [None, None]
-    assert (await trial.read(session))["metadata"]["task"] == 7
-    assert await stats(trial) == {
-        "trajectories": 0,
-        "groups": 0,
-        "active_sessions": 1,
-        "bytes": trial.statistics()["bytes"],
-    }
-
-
 async def test_without_the_dialect_headers_are_only_affinity(stage: Stage, worker: ScriptedWorker) -> None:
     trial = await session_trial(stage, worker, options={"header_sessions": False})
     assert (await turn(trial, named("s", "i", "t"))).status == 200

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from miles_router.client import RouterClient, agentic
 from miles_router.engines.known import CONTROL
 from miles_router.testing import SimulatedWorker
 from tests.support.http import Pairs
@@ -155,21 +154,6 @@ async def test_where_the_router_has_no_key_a_session_s_own_does_not_reach_a_work
     key = await trial.open("mine")
     assert (await trial.turn("mine", HI, bearer(key))).status == 200
     assert "authorization" not in {name.decode().lower() for name, _ in trial.log[0].headers}
-
-
-async def test_an_agent_is_handed_its_session_s_key_and_never_the_router_s(trial: Keyed) -> None:
-    seen = []
-
-    async def agent(base_url: str, api_key: str) -> None:
-        seen.append(api_key)
-        path = base_url.removeprefix(trial.router.url)
-        answer = await trial.ask("POST", f"{path}/chat/completions", BODY, bearer(api_key))
-        assert answer.status == 200, answer.body
-
-    async with RouterClient(trial.router.url, api_key=DATA) as client:
-        (sample,) = await agentic(client, agent, contract={"key": True})
-    assert sample.metadata["contract"] == {"key": True}
-    assert seen[0] != DATA
 
 
 async def test_it_opens_what_its_agent_asks_and_stays_with_the_router(trial: Keyed) -> None:

@@ -110,21 +110,6 @@ async def test_a_tool_agent_leaves_one_exact_segment(stage: Stage) -> None:
         assert [record["path"] for record in await trial.records(session)] == ["/v1/messages"] * 3
 
 
-async def test_reasoning_that_its_agent_does_not_see_is_known_by_its_signature(stage: Stage) -> None:
-    async with scripted(stage) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            thinking: Any = {"type": "adaptive", "display": "omitted"}
-            history, (first, *_) = await episode(client, (True, False, True), thinking=thinking)
-            assert (first.content[0].type, first.content[0].to_dict()["thinking"]) == ("thinking", "")
-            (_, answer, *rest) = history
-            foreign = {**first.content[0].to_dict(), "thinking": "Something else."}
-            edited = {"role": "assistant", "content": [foreign, *first.content[1:]]}
-            await asked(client, [history[0], edited, *rest], live=False, system="Be brief.", thinking=thinking)
-            assert answer["content"] == first.content
-        assert await trial.reasons(session) == [None, None, None, "edited_history"]
-
-
 # Counting
 
 

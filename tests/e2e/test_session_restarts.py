@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
 from tests.support.restarts import StateDirectories
-from tests.support.running_router import running_router
 from tests.support.session_trial import ADD, CHAT, SESSIONS, SessionTrial, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
@@ -299,13 +297,3 @@ async def test_held_sessions_expire_though_nobody_loads_them(restarts: Restarts)
             statistics = after.router.app.router.statistics["openai_sessions"]
             await until(lambda: statistics()["expired"] == 1, "it expires")
             assert (await after.ask("GET", "/sessions")).json() == {"sessions": []}
-
-
-async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:
-    async with running_router(
-        restarts.worker.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=tokenizer_directory("qwen3")
-    ) as router:
-        assert router.app.router.store is None
-        trial = SessionTrial(router, [restarts.worker])
-        await trial.chat(await trial.create(), [user("Hi")])
-    assert os.listdir(tmp_path) == []

@@ -121,17 +121,6 @@ async def test_a_deadline_ends_the_turn_under_way(trial: SessionTrial, stream: b
 # A session that is deleted
 
 
-async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(trial: SessionTrial) -> None:
-    session = await trial.create()
-    assert (await trial.turn(session, [user("Hi " * 400)])).status == 200
-    (worker,) = json.loads((await trial.ask("GET", "/workers")).body)["workers"]
-    assert worker["sessions"] == 1
-    assert worker["tokens"] > 300
-    await trial.ask("DELETE", f"/sessions/{session}")
-    (worker,) = json.loads((await trial.ask("GET", "/workers")).body)["workers"]
-    assert (worker["sessions"], worker["tokens"]) == (0, 0)
-
-
 async def test_a_group_s_turns_end_at_their_engine_and_stay(trial: SessionTrial) -> None:
     wrong: Any = ("", True, ["g"], 1.5)
     for group in wrong:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ import pytest
 from miles_router import cli
 from miles_router.errors import StateFull
 from miles_router.settings.config import MiddlewareSpec
-from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
 from tests.support.restarts import StateDirectories
-from tests.support.waiting import soon, until
+from tests.support.waiting import soon
 
 
 class Restarts(StateDirectories):
@@ -135,50 +134,6 @@ async def test_only_what_a_text_may_find_is_read(restarts: Restarts) -> None:
             assert after.statistics()["entries"] == 2
             await after.retrieve(text="Nobody has seen this")
             assert after.statistics()["entries"] == 2
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_what_is_evicted_is_deleted_on_the_disk_too(restarts: Restarts) -> None:
-    async with restarts.started(max_tokens=400) as before:
-        answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(12)]
-        held = await _held(before, answers)
-        assert 0 < len(held) < 12
-        await until(_idle, "the disk knows")
-        async with restarts.started(max_tokens=400) as after:
-            assert await _held(after, answers) == held
-
-
-def _idle() -> bool:
-    return not any(task.get_name() == "delete texts" for task in asyncio.all_tasks())
-
-
-async def _held(trial: Trial, answers: list[Mapping[str, Any]]) -> list[str]:
-    rids = [each["meta_info"]["id"] for each in answers]
-    return [rid for rid in rids if (await trial.post("/retrieve_from_text", {"rid": rid})).status == 200]
-
-
-async def test_the_end_of_an_answer_waits_until_it_is_durable(restarts: Restarts) -> None:
-    async with restarts.started() as trial:
-        store = trial.router.app.router.store
-        assert store is not None
-        append, let_go, asked = store.append, asyncio.Event(), asyncio.Event()
-
-        async def held(*args: Any, **named: Any) -> None:
-            asked.set()
-            await let_go.wait()
-            await append(*args, **named)
-
-        store.append = held  # type: ignore[method-assign]
-        whole = spawn(trial.generate(text="whole"), name="whole")
-        await soon(asked.wait())
-        asked.clear()
-        async with _stream(trial) as reader:
-            await soon(reader.readuntil(b'"finish_reason":null'))
-            await soon(asked.wait())
-            assert not whole.done()
-            let_go.set()
-            assert b'"finish_reason":{' in await soon(reader.read())
-        await whole
 
 
 @contextlib.asynccontextmanager

@@ -101,23 +101,6 @@ async def test_rows_of_texts_that_were_not_written_are_said_to_be_missing(restar
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")
-async def test_rows_that_memory_let_go_of_are_deleted_on_the_disk_too(restarts: Restarts) -> None:
-    async with restarts.started(keeper(1200), state_rows=True) as before:
-        answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(6)]
-        asked = [{"rid": each["meta_info"]["id"]} for each in answers]
-        held = [each for each in asked if (await rows(before, each)).status == 200]
-        assert 0 < len(held) < 6
-        known = await all_rows(before, held)
-        await until(deleted, "the disk knows")
-        assert bytes_of_rows(restarts) <= 1200 + 6 * 100
-        async with restarts.started(keeper(), state_rows=True) as after:
-            assert await all_rows(after, held) == known
-            gone = f"Question 0: {'x' * 40}{answers[0]['text']}"
-            assert (await after.retrieve(text=gone))["rid"] == asked[0]["rid"], "its text is held"
-            assert "evicted before" in (await rows(after, {"text": gone})).json()["error"]["message"]
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_rows_of_texts_that_nobody_touched_are_deleted_where_there_is_no_room(restarts: Restarts) -> None:
     async with restarts.started(keeper(), state_rows=True) as before:
         answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(6)]

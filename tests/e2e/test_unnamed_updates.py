@@ -79,19 +79,3 @@ async def test_a_name_alone_does_not_bring_back_who_missed_an_update(stage: Stag
     assert (await update(router, NAME, new_version="2")).status == 200
     assert router.pool.weight_version == "2"
     assert states(router) == {good.url: "ready", bad.url: "outdated"}
-
-
-async def test_a_worker_that_was_lost_behind_an_unnamed_update_waits_for_another(stage: Stage) -> None:
-    """It may have started anew, with the weights of its disk and the same version string."""
-    one, lost = await scripted(stage, DISK), await scripted(stage, DISK)
-    router = await stage.router(one, lost, **SAME_SETTINGS)
-    await router.probed()
-    assert (await update(router, DISK, model_path="/new")).status == 200
-    lost.kill()
-    await until(lambda: states(router)[lost.url] == "quarantined", "its checks fail")
-    await lost.listen()
-    await until(lambda: not router.pool.get(lost.url).failures, "it answers again")
-    await router.probed()
-    assert states(router)[lost.url] in ("quarantined", "outdated")
-    assert (await update(router, DISK, model_path="/newer")).status == 200
-    await until(lambda: states(router)[lost.url] == "ready", "it took one")

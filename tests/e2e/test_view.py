@@ -16,7 +16,6 @@ from middleware_hub.view.entropy import expert_entropy
 from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import Sample, VersionRun
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
-from tests.support.stage import Stage
 from tests.support.token_pages import episode, page_of, page_of_file
 from tests.support.unseen import UNSEEN, seen
 
@@ -165,25 +164,6 @@ async def test_a_file_without_samples_says_why(browser: Browser, tmp_path: Path)
         assert await page.until("document.getElementById('about').textContent")
         assert await page.text("#about") == "empty.safetensors has no samples (all_truncated)."
         assert page.problems == []
-
-
-async def test_samples_are_searched_filtered_and_chosen_by_keys(browser: Browser, pages: Path) -> None:
-    async with opened(browser, pages) as page:
-        assert await page.text(".count") == "3 of 3 samples"
-        await page.choose("#reason", "=compaction")
-        assert await page.text(".count") == "1 of 3 samples"
-        assert await page.text(".list .row b") == "sample 2"
-        await page.choose("#reason", "")
-        await page.choose("#search", "EDITED_history episode-7")
-        assert await page.text(".count") == "1 of 3 samples"
-        await page.choose("#search", "no such thing")
-        assert await page.text(".count") == "0 of 3 samples"
-        await page.choose("#search", "")
-        await page.value("document.querySelector('.list').focus()")
-        await page.press("ArrowDown")
-        await page.until(f"{SHOWN} === '1'")
-        await page.press("End")
-        await page.until(f"{SHOWN} === '2'")
 
 
 async def test_the_tree_opens_branches_where_their_turns_begin(
@@ -410,21 +390,3 @@ async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Brow
     regions = ["Samples of the file", "Tokens of the sample", "Details of the token", "Branch tree"]
     assert [name for role, name in found if role == "region"] == regions
     assert {("combobox", "Colours by"), ("spinbutton", "Position"), ("listbox", "Tokens")} <= {*found}
-
-
-async def test_the_runs_of_a_difference_make_up_both_texts(browser: Browser, stage: Stage) -> None:
-    random = np.random.default_rng(1)
-    texts = ["", "a", "🙂é", *("".join(random.choice([*"ab 🙂"], size)) for size in (3, 8, 20, 20, 30))]
-    pairs = [[held, sent] for held in texts for sent in texts] + [["x" * 500, "y" * 500 + "x"]]
-    router = await stage.router()
-    async with browser.page() as page:
-        await page.open(f"{router.url}/dashboard")
-        load = "import('/dashboard/view/difference.js')"
-        found = await page.value(
-            f"{load}.then(({{difference}}) => {json.dumps(pairs)}.map((pair) => difference(...pair)))"
-        )
-    for (held, sent), runs in zip(pairs, found, strict=True):
-        assert "".join(text for kind, text in runs if kind != "sent") == held
-        assert "".join(text for kind, text in runs if kind != "held") == sent
-        if held == sent:
-            assert {kind for kind, _ in runs} <= {"same"}

@@ -20,7 +20,7 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.agent_apis import APIS
-from tests.support.by_ids_trial import five_turns, is_exactly, went
+from tests.support.by_ids_trial import five_turns
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of, impatient
@@ -397,26 +397,6 @@ async def mixed() -> AsyncIterator[tuple[RecordingProxy, RecordingProxy]]:
         RecordingProxy(other.url) as other_door,
     ):
         yield proxy, other_door
-
-
-async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -> None:
-    async with mixed() as (one, other):
-        layers = (MiddlewareSpec(SESSIONS, {}),)
-        settings: dict[str, Any] = {"middlewares": layers, "hf_checkpoint": tokenizer_directory("qwen3")}
-        async with client_of(stage, [one.url, other.url], **settings) as client:
-            for _ in range(4):
-                session = (await client.post("/sessions"))["session_id"]
-                history = [{"role": "user", "content": f"Hi {session}"}]
-                for turn in range(3):
-                    request = {"messages": history, "max_tokens": 6, "ignore_eos": True}
-                    answer = await client.post(f"/sessions/{session}{CHATS}", **request)
-                    history += [answer["choices"][0]["message"], {"role": "user", "content": f"And {turn}?"}]
-                (sample,) = (await client.post(f"/sessions/{session}/samples", format="json"))["samples"]
-                assert sum(sample["loss_mask"]) == 18
-                if turns := [each for each in went(one) if sample["tokens"][: len(each.prompt)] == each.prompt]:
-                    is_exactly(sample, turns)
-            assert went(one), "one of them was at vLLM"
-            assert [*other.chats(version="default")], "and one at SGLang"
 
 
 async def test_each_of_two_kinds_is_asked_and_told_in_its_own_words(stage: Stage) -> None:
