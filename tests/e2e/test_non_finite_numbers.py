@@ -80,20 +80,15 @@ async def test_nothing_is_started_for_values_that_are_refused(trial: SessionTria
     for judge in judges:
         with pytest.raises(ValueError, match=r"^reward is nan"):
             await agentic(client, agent, reward=judge)
-    given: Any
-    for name in ("label", "metadata"):
-        given = {name: {"a": math.inf}}
-        with pytest.raises(ValueError, match=rf"^{name}\.a is inf"):
-            await agentic(client, never, **given)
-    for name in ("metadata", "contract"):
-        given = {name: {"budget": {"deadline_s": math.inf}}}
-        with pytest.raises(ValueError, match=rf"^{name}\.budget\.deadline_s is inf"):
-            await client.create_session(**given)
-    rollouts: Any = ((single_turn, ()), (multi_turn, (never,)))
-    for (rollout, more), name in itertools.product(rollouts, ("reward", "label", "metadata")):
-        given = {name: {"a": [Decimal("NaN")]}}
+    calls: Any = (
+        *((agentic, (client, never), name) for name in ("label", "metadata")),
+        *((single_turn, (client, "Once"), name) for name in ("reward", "label", "metadata")),
+        *((multi_turn, (client, "Once", never), name) for name in ("reward", "label", "metadata")),
+        *((client.create_session, (), name) for name in ("metadata", "contract")),
+    )
+    for call, arguments, name in calls:
         with pytest.raises(ValueError, match=rf"^{name}\.a\[0\] is NaN"):
-            await rollout(client, "Once", *more, **given)
+            await call(*arguments, **{name: {"a": [Decimal("NaN")]}})
     assert await client.sessions() == []
 
 

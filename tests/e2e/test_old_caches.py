@@ -205,8 +205,7 @@ class LetsGoLater:
         return self.refusals < 0
 
 
-@pytest.mark.parametrize("refusals", [1, 3])
-@pytest.mark.parametrize("mode", ["abort", "retract"])
+@pytest.mark.parametrize(("mode", "refusals"), [("abort", 1), ("retract", 3)])
 async def test_an_update_whose_flush_comes_too_early_is_flushed_later(
     stage: Stage, mode: str, refusals: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,33 +81,26 @@ async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial)
 # Bounds
 
 
-async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, worker: ScriptedWorker) -> None:
-    worker.always(script(chat_reply([7, 8])))
-    trial = await session_trial(stage, worker, options={"max_turns": 2})
-    session = await trial.create()
-    for _ in range(2):
-        await trial.chat(session, HI)
-    status, kind, message = refused(await trial.turn(session, HI))
-    assert (status, kind) == (400, "invalid_request")
-    assert "max_turns" in message
-    assert len(worker.requests) == 2, "refused before anything is generated"
-    assert len(await trial.records(session)) == 2
-
-
 @pytest.mark.alone("what is in memory is bounded in each process")
 @pytest.mark.parametrize(
-    ("option", "error"), [("max_session_bytes", (400, "invalid_request")), ("max_bytes", (503, "unavailable"))]
+    ("option", "most", "error"),
+    [
+        ("max_turns", 1, (400, "invalid_request")),
+        ("max_session_bytes", 8000, (400, "invalid_request")),
+        ("max_bytes", 8000, (503, "unavailable")),
+    ],
 )
-async def test_no_more_bytes_are_held_than_may_be(
-    stage: Stage, worker: ScriptedWorker, option: str, error: tuple[int, str]
+async def test_no_more_turns_and_bytes_are_held_than_may_be(
+    stage: Stage, worker: ScriptedWorker, option: str, most: int, error: tuple[int, str]
 ) -> None:
     worker.always(script(chat_reply([7, 8])))
-    trial = await session_trial(stage, worker, options={option: 8000})
+    trial = await session_trial(stage, worker, options={option: most})
     session = await trial.create()
     await trial.chat(session, [user("x" * 8000)])
     status, kind, message = refused(await trial.turn(session, HI))
     assert (status, kind) == error
     assert option in message
+    assert len(worker.requests) == len(await trial.records(session)) == 1, "refused before anything is generated"
     made = await trial.ask("POST", "/sessions")
     assert made.status == (503 if option == "max_bytes" else 200)
     await trial.ask("DELETE", f"/sessions/{session}")

@@ -33,6 +33,8 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
 }
+#: The routes that apply an adapter.
+ADAPTED = ("/generate", CHAT, "/v1/completions", "/v1/messages")
 
 
 class Scene:
@@ -322,8 +324,9 @@ def never_applied(answer: str | RawReply) -> None:
 
 async def test_an_adapter_answers_however_it_is_named() -> None:
     async with with_adapters() as made:
-        for path, adapter, base in itertools.product(
-            ["/generate", CHAT, "/v1/completions", "/v1/messages"], ["one", "org/two:b"], ["actor:", "org/actor:", ""]
+        for path, adapter, base in (
+            *itertools.product(ADAPTED, ["org/two:b"], ["actor:", ""]),
+            *itertools.product([CHAT], ["one"], ["org/actor:", ""]),
         ):
             with case(path, adapter, base):
                 assert await made.answers(path, model=f"{base}{adapter}") == "actor"
@@ -363,10 +366,9 @@ async def one_model_with_adapters() -> AsyncIterator[Scene]:
 
 async def test_an_adapter_answers_where_no_worker_has_a_model_id() -> None:
     async with one_model_with_adapters() as made:
-        for path, adapter, base in itertools.product(
-            ["/generate", CHAT, "/v1/completions", "/v1/messages"],
-            ["one", "org/two:b"],
-            ["org/plain:", "default:", "gpt:", ""],
+        for path, adapter, base in (
+            *itertools.product(ADAPTED, ["org/two:b"], ["gpt:", ""]),
+            *itertools.product([CHAT], ["one"], ["org/plain:", "default:"]),
         ):
             with case(path, adapter, base):
                 assert await made.answers(path, model=f"{base}{adapter}") == ""
@@ -379,7 +381,7 @@ async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_ba
             answer = await made.answers("/v1/responses", model=model)
             never_applied(answer)
         assert (await post(made.router, "/unload_lora_adapter", lora_name="one")).status == 200
-        for path in ("/generate", CHAT, "/v1/completions", "/v1/messages"):
+        for path in ADAPTED:
             answer = await made.answers(path, model="one")
             assert isinstance(answer, RawReply)
             assert (answer.status, b"one" in answer.body) == (400, True)

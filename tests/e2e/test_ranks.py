@@ -125,28 +125,22 @@ async def test_a_rank_is_spliced_into_what_needs_it_and_bodies_stay_as_they_are_
             assert worker.log.last.header("x-data-parallel-rank") == str(worker.log.last.generation.dp_rank)
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "fields"),
-    [
+async def test_a_client_that_pins_a_rank_itself_has_it_and_is_counted_there() -> None:
+    pins: list[tuple[str, Pairs, dict[str, Any]]] = [
         ("/generate", [], {"routed_dp_rank": 1}),
         ("/generate", [], {"data_parallel_rank": 1}),
-        ("/generate", [("X-Data-Parallel-Rank", "1")], {}),
         ("/generate", [("X-Data-Parallel-Rank", "0")], {"routed_dp_rank": 1}),
         (CHAT, [("X-Data-Parallel-Rank", "1")], {"routed_dp_rank": 0}),
         (CHAT, [], {"routed_dp_rank": 1}),
-    ],
-)
-async def test_a_client_that_pins_a_rank_itself_has_it_and_is_counted_there(
-    path: str, headers: Pairs, fields: dict[str, Any]
-) -> None:
+    ]
     async with one() as (worker, router):
-        sent = [orjson.dumps({**ROUTES[path], **fields}) for _ in range(3)]
-        clients = [asyncio.ensure_future(router.ask("POST", path, [*JSON, *headers], body)) for body in sent]
-        await until(lambda: worker.running == 3, "all generate")
-        assert ranks(worker) == {1: 3}
+        clients = [ask(router, path, headers, **ROUTES[path], **fields) for path, headers, fields in pins]
+        running = [asyncio.ensure_future(each) for each in clients]
+        await until(lambda: worker.running == len(pins), "all generate")
+        assert ranks(worker) == {1: len(pins)}
         (record,) = router.pool
-        assert [unit.in_flight for unit in record.units] == [0, 3]
-        await left(*clients)
+        assert [unit.in_flight for unit in record.units] == [0, len(pins)]
+        await left(*running)
         assert router.app.router.metrics.ignored_ranks == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,7 +44,7 @@ async def cached(stage: Stage) -> AsyncIterator[ExpertsTrial]:
 # Delivery
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (300, "uint16"), (60_000, "uint16")])
+@pytest.mark.parametrize(("experts", "dtype"), [(256, "uint8"), (60_000, "uint16")])
 async def test_every_format_says_the_same(stage: Stage, experts: int, dtype: str) -> None:
     moe = MoeShape(5, experts, 3)
     async with simulated_experts(stage, moe=moe, options={"moe_shape": f"5x{experts}x3"}) as trial:
@@ -94,28 +93,18 @@ async def kept() -> AsyncIterator[ExpertsTrial]:
 
 
 async def test_any_range_of_rows_is_delivered(kept: ExpertsTrial) -> None:
-    for form, (start, stop) in itertools.product(
-        ["raw", "json", "safetensors"], [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (-1, -1)]
-    ):
-        with case(form, start, stop):
-            want = truth(tokens_of(kept.worker.log.generation("one")))
-            first = len(want) if start == -1 else start
-            last = len(want) if stop == -1 else stop
-            part = want[first:last]
-            given = {name: value for name, value in (("start", first), ("stop", last)) if value is not None}
-            answer = await kept.deliver(rid="one", format=form, **given)
-            assert answer.status == 200, answer.body
-            if form == "raw":
-                assert np.array_equal(array_of(answer), part)
-                assert array_of(answer).shape == part.shape
-                assert answer.value("x-start") == str(first or 0).encode()
-            elif form == "json":
-                told = answer.json()
-                assert (told["routed_experts"], told["start"]) == (encode_routes(part), first or 0)
-                assert told["shape"] == [*part.shape]
-            else:
-                found = load(answer.body)["routed_experts"]
-                assert found.shape == part.shape
+    want = truth(tokens_of(kept.worker.log.generation("one")))
+    end = len(want)
+    for start, stop in [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (end, end)]:
+        with case(start, stop):
+            part = want[start:stop]
+            given = {name: value for name, value in (("start", start), ("stop", stop)) if value is not None}
+            raw = await kept.deliver(rid="one", **given)
+            assert (raw.value("x-start"), array_of(raw).shape) == (str(start or 0).encode(), part.shape)
+            told = (await kept.deliver(rid="one", format="json", **given)).json()
+            assert (told["routed_experts"], told["start"]) == (encode_routes(part), start or 0)
+            packed = load((await kept.deliver(rid="one", format="safetensors", **given)).body)["routed_experts"]
+            for found in (array_of(raw), packed):
                 assert np.array_equal(found, part)
 
 
@@ -132,54 +121,34 @@ async def test_rows_are_delivered_by_whatever_names_them(kept: ExpertsTrial) -> 
     assert first["metadata"]["leaf"] == 0
 
 
-UNKNOWN: list[tuple[Any, str]] = [
-    ({"rid": "two"}, "not_found"),
-    ({"rid": ""}, "not_found"),
-    ({"text": "Question: two?"}, "not_found"),
-    ({"text": "Question"}, "not_found"),
-    ({"session_id": "other"}, "not_found"),
-]
-
-
 async def test_what_nobody_has_is_not_found(kept: ExpertsTrial) -> None:
-    for asked, error in UNKNOWN:
-        with case(asked, error):
-            assert (await kept.refused(**asked))[:2] == (404, error)
+    unknown: list[Any] = [{"rid": "two"}, {"rid": ""}, {"text": "Question"}, {"session_id": "other"}]
+    for asked in unknown:
+        assert (await kept.refused(**asked))[:2] == (404, "not_found"), asked
 
 
 REFUSED: list[Any] = [
-    b"",
     b"{",
     [],
-    7,
     {},
     {"rid": None},
     {"rid": "one", "text": "Question: one?"},
     {"rid": "one", "session_id": "line"},
     {"rid": 7},
-    {"rid": ["one"]},
     {"text": 7},
     {"session_id": ["line"]},
     {"rid": "one", "leaf": 0},
     {"rid": "one", "strict": True},
-    {"text": "Question: one?", "leaf": 0},
     {"rid": "one", "format": "pickle"},
-    {"rid": "one", "format": 7},
     {"rid": "one", "format": ["raw"]},
-    {"rid": "one", "format": None},
     {"rid": "one", "start": -1},
-    {"rid": "one", "start": "0"},
     {"rid": "one", "start": True},
-    {"rid": "one", "start": 1.0},
     {"rid": "one", "start": 3, "stop": 2},
     {"rid": "one", "stop": 10_000},
-    {"rid": "one", "start": 10_000},
     {"rid": "one", "stop": None},
     {"session_id": "tree"},
     {"session_id": "tree", "leaf": 2},
-    {"session_id": "tree", "leaf": -1},
     {"session_id": "tree", "leaf": True},
-    {"session_id": "tree", "leaf": "0"},
 ]
 
 

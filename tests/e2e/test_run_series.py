@@ -134,26 +134,15 @@ async def test_rewards_of_texts_are_counted_as_they_are_told(stage: Stage) -> No
         ]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"text": "one", "reward": "1"},
-        {"text": "one", "reward": True},
-        {"text": "one", "reward": {"a": 1}},
-        {"text": "one", "rewards": [1]},
-        {"texts": ["one"], "reward": 1},
-        {"texts": ["one"], "rewards": 1},
-        {"texts": ["one"], "rewards": [1, 2]},
-        {"texts": ["one"], "rewards": [[1]]},
-    ],
-    ids=str,
-)
-async def test_a_reward_that_is_none_is_refused_and_counts_nothing(stage: Stage, wrong: dict[str, Any]) -> None:
+async def test_a_reward_that_is_none_is_refused_and_counts_nothing(stage: Stage) -> None:
+    odd: list[Any] = ["1", True, {"a": 1}]
+    wrong: list[Any] = [{"text": "one", "reward": each} for each in odd]
+    wrong += [{"texts": ["one"], "rewards": each} for each in (1, [1, 2], [[1]])]
     async with simulated_trial(stage) as trial:
-        refused = await trial.post("/retrieve_from_text", wrong)
-        assert (refused.status, refused.error_type, "reward" in refused.json()["error"]["message"]) == (
-            *(400, "invalid_request", True),
-        )
+        for asked_for in (*wrong, {"text": "one", "rewards": [1]}, {"texts": ["one"], "reward": 1}):
+            refused = await trial.post("/retrieve_from_text", asked_for)
+            assert (refused.status, refused.error_type) == (400, "invalid_request"), asked_for
+            assert "reward" in refused.json()["error"]["message"]
         assert (await run(trial))["rewards"] == []
 
 
@@ -213,7 +202,7 @@ async def equal_turns(trial: Trial, turns: int) -> list[str]:
 
 
 @pytest.mark.alone("each process counts what it has: of equal texts, any one is gone on from")
-@pytest.mark.parametrize("turns", [1, 2, 3])
+@pytest.mark.parametrize("turns", [1, 3])
 async def test_equal_rollouts_read_by_rid_are_each_counted_as_trained(stage: Stage, turns: int) -> None:
     async with simulated_trial(stage) as trial:
         for _ in range(2):

@@ -171,7 +171,7 @@ async def test_an_abort_by_its_clients_name_ends_it(client: Client) -> None:
 # Pauses
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("mode", ["abort", "in_place"])
 async def test_a_pause_in_each_mode_ends_and_everything_is_finished(
     client: Client, engines: Engines, mode: str
 ) -> None:

@@ -95,26 +95,18 @@ async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, coll
     assert told(worker, "tracestate") == [b"a=1"]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [f"00-{TRACE}-{SPAN}"],
-        [f"ff-{TRACE}-{SPAN}-01"],
-        [f"00-{TRACE}-{SPAN}-01-more"],
-        [f"00-{'0' * 32}-{SPAN}-01"],
-        [f"00-{TRACE.upper()}-{SPAN}-01"],
-        [f"00-{TRACE}-{SPAN}-01"] * 2,
-        ["x" * 4000],
-    ],
-    ids=["short", "version", "long", "zeros", "upper", "twice", "huge"],
-)
-async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collector, headers: list[str]) -> None:
+async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collector) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, **ON)
-    await generate(router, *(("traceparent", each) for each in headers), ("tracestate", "a=1"))
-    (turn,) = await collector.come("turn", 1)
-    assert (turn.parent, turn.trace == TRACE, turn.flags & REMOTE) == ("", False, 0)
-    assert parents(worker) == [(turn.trace, turn.id, True)]
+    short, upper = f"00-{TRACE}-{SPAN}", f"00-{TRACE.upper()}-{SPAN}-01"
+    odd = [[short], [f"ff-{TRACE}-{SPAN}-01"], [f"{short}-01-more"], [f"00-{'0' * 32}-{SPAN}-01"], [upper]]
+    odd += [[f"{short}-01"] * 2, ["x" * 4000]]
+    for headers in odd:
+        await generate(router, *(("traceparent", each) for each in headers), ("tracestate", "a=1"))
+    turns = await collector.come("turn", len(odd))
+    for turn in turns:
+        assert (turn.parent, turn.trace == TRACE, turn.flags & REMOTE) == ("", False, 0)
+    assert {*parents(worker)} == {(turn.trace, turn.id, True) for turn in turns}
     assert told(worker, "tracestate") == []
 
 

@@ -296,9 +296,8 @@ async def test_what_stands_in_the_place_of_words_is_shown_as_such(
         assert await page.value("({}).reason") is None
 
 
-@pytest.mark.parametrize("marks", ["\u0301\u0301", "\u0301\u20dd", "\u0301\U0001e130"])
-async def test_marks_that_are_piled_up_do_not_stop_the_page(browser: Browser, tmp_path: Path, marks: str) -> None:
-    text = "a" + marks * 50_000
+async def test_marks_that_are_piled_up_do_not_stop_the_page(browser: Browser, tmp_path: Path) -> None:
+    text = "a" + "\u0301\u20dd" * 50_000
     async with opened(browser, page_of(tmp_path, [hostile(text), hostile(text)])) as page:
         await choose_sample(page, 1)
         assert await page.text(".reasons strong") == text[:9] + "⟨99992 more marks⟩"
