@@ -183,16 +183,6 @@ async def test_its_metrics_are_there(trial: SessionTrial, http: aiohttp.ClientSe
     assert "messages" not in sample.metadata, "which only a run that dumps them wants"
 
 
-async def test_a_session_that_reads_as_the_template_writes_it_has_no_mismatch(
-    trial: SessionTrial, http: aiohttp.ClientSession
-) -> None:
-    session = await MilesSession.create(http, trial.router.url)
-    trial.worker.say("<think>\n\n</think>\n\nIt is 42.")
-    await session.chat(HI, max_tokens=99)
-    (sample,) = (await session.collect()).samples
-    assert sample.metadata["tito_session_mismatch"] == []
-
-
 async def test_a_named_family_is_compared_by_its_own_rules(stage: Stage, http: aiohttp.ClientSession) -> None:
     async with simulated_sessions(stage, options={"tito_model": "qwen3"}) as trial:
         session = await MilesSession.create(http, trial.router.url)

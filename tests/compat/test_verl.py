@@ -175,17 +175,6 @@ async def test_a_generation_has_verls_fields(scene: Scene) -> None:
     assert (len(bare.token_ids), bare.log_probs) == (2, None)
 
 
-@pytest.mark.parametrize(("prompt", "room"), [(3, 7), (6, 6), (12, 0)])
-async def test_without_a_bound_the_lengths_of_the_rollout_are_one(scene: Scene, prompt: int, room: int) -> None:
-    manager = scene.manager(RolloutConfig(prompt_length=5, response_length=7))
-    generating = manager.generate("r", prompt_ids=[5] * prompt, sampling_params={"ignore_eos": True})
-    if room:
-        assert len((await generating).token_ids) == room
-        return
-    with pytest.raises(ValueError, match="a prompt of 12 tokens leaves no room"):
-        await generating
-
-
 @pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data", "mm_processor_kwargs"])
 async def test_other_media_are_refused_by_name(scene: Scene, field: str) -> None:
     fields: dict[str, Any] = {field: ["x"]}
@@ -318,27 +307,6 @@ async def test_a_call_that_fails_is_told_to_the_model(scene: Scene, said: str, t
     made = await loops.run(PARAMS, raw_prompt=QUESTION, agent_name="tool_agent")
     assert told in scene.workers[0].tokenizer.decode(made.response_ids)
     assert made.extra_fields["tool_rewards"] == [0.0]
-
-
-@pytest.mark.parametrize(
-    ("bounds", "generations"),
-    [
-        ({"max_assistant_turns": 2}, 2),
-        ({"max_user_turns": 1}, 2),
-        ({"response_length": 60}, 1),
-    ],
-)
-async def test_an_episode_ends_where_turns_or_tokens_run_out(
-    scene: Scene, bounds: Mapping[str, Any], generations: int
-) -> None:
-    for _ in range(6):
-        scene.workers[0].say(call("add", a=1, b=2))
-    config = RolloutConfig(**{"prompt_length": 200, "response_length": 2000, **bounds})
-    made = await scene.loops(config, tools=[FunctionTool("add", add)]).run(
-        PARAMS, raw_prompt=QUESTION, agent_name="tool_agent"
-    )
-    assert len(scene.records) == generations
-    check(made, scene.records)
 
 
 def test_a_long_answer_of_a_tool_is_cut_at_the_side_that_is_named() -> None:

@@ -104,18 +104,6 @@ async def test_a_new_generation_finds_no_cache_of_older_weights(stage: Stage, mo
         assert {filled == sampled for filled, sampled in worker.cache.reused} == {True}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_so_it_is_on_every_path_that_takes_a_key(stage: Stage, path: str) -> None:
-    async with fleet(stage) as (worker, router):
-        for version in ("2", "3"):
-            for _ in range(2):
-                assert (await post(router, path, **ASKED[path])).status == 200
-            await update(router, version)
-        assert worker.cache.reused == {("1", "1"), ("2", "2")}
-        assert keys(worker, path)[:2] == [None, None]
-        assert keys(worker, path)[2] == keys(worker, path)[3] is not None
-
-
 async def test_before_any_update_and_after_a_flush_requests_arrive_byte_for_byte(stage: Stage) -> None:
     async with fleet(stage) as (worker, router):
         await generate(router)

@@ -155,16 +155,6 @@ async def test_what_agents_need_beside_their_turns_goes_to_the_sessions_worker_a
     assert (found["records"], found["metadata"]["untraced"]) == ([], [])
 
 
-async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: SessionTrial) -> None:
-    session = await simulated.create()
-    await simulated.chat(session, HI)
-    body = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
-    assert (await simulated.ask("POST", f"/sessions/{session}/generate", body)).status == 200
-    answer = (await simulated.ask("POST", f"/sessions/{session}/samples", {})).json()
-    assert answer["samples"][0]["metadata"]["untraced"] == 1
-    assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/generate"]
-
-
 async def test_a_session_is_named_by_what_fits_into_a_path(trial: SessionTrial, worker: ScriptedWorker) -> None:
     for name in ("a", "task-7.attempt_2~x:y", "0" * 128, "..."):
         assert (await trial.read(await trial.create(name)))["session_id"] == name

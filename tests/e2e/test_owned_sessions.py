@@ -14,9 +14,9 @@ import numpy as np
 
 from miles_router.fleet.affinity import Affinity
 from miles_router.settings.config import MiddlewareSpec
-from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory.retrieved import read_safetensors_list
+from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, Trial, checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
 from tests.support.http import Client, RawReply, ask
@@ -76,18 +76,6 @@ async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp
             (sample,) = await trials[(number + 1) % 3].samples(session)
             exactly(sample, *(each.generations[0] for each in worker.log.at(CHAT)[before:]))
         assert sum(holding(trials)) == 3
-
-
-async def test_unnamed_session_is_created_locally_and_a_named_one_at_its_owner(stage: Stage, tmp_path: Path) -> None:
-    trials = await small(stage, tmp_path)
-    for _ in range(4):
-        assert slot_of(await trials[0].create()) % 2 == 0
-        assert slot_of(await trials[1].create()) % 2 == 1
-    assert holding(trials) == [4, 4]
-    await trials[0].create(name_of(1, 2))
-    assert holding(trials) == [4, 5]
-    again = await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})
-    assert again.error_type == "conflict"
 
 
 async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_path: Path) -> None:
@@ -236,6 +224,24 @@ async def test_ids_go_on_from_texts_and_texts_from_ids(stage: Stage, tmp_path: P
         found = await trials[2].retrieve(text=text)
         assert found["tokens"] == ids + second["output_ids"]
         assert held(trials) == [2, 0, 0]
+
+
+async def test_spellings_of_one_text_in_several_processes_are_ambiguous_everywhere(
+    stage: Stage, tmp_path: Path
+) -> None:
+    async with trials_of(stage, tmp_path, 3) as trials:
+        text, rids = await siblings(*trials[:2])
+        assert held(trials) == [1, 1, 0]
+        for trial in trials:
+            found = await trial.retrieve(text=text)
+            assert (found["ambiguous"], sorted(found["candidates"])) == (True, sorted(rids))
+            assert found["rid"] in rids
+            assert found["tokens"] == (await trial.retrieve(rid=found["rid"]))["tokens"]
+            listed, other = await trial.retrieve(texts=[text, "This is"])
+            assert (sorted(listed["candidates"]), listed["rid"] in rids) == (sorted(rids), True)
+            assert not other["ambiguous"]
+            for rid in rids:
+                assert not (await trial.retrieve(rid=rid))["ambiguous"], "an id selects exactly one"
 
 
 async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, tmp_path: Path) -> None:

@@ -63,19 +63,6 @@ async def test_the_clients_key_goes_with_every_question(stage: Stage) -> None:
     assert one.keys == [b"Bearer mine"]
 
 
-async def test_a_prompt_whose_length_nobody_told_is_the_tokenizers(stage: Stage) -> None:
-    """SGLang does not tell it of what it aborts in its queue."""
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    first = answer([5], IN_THE_QUEUE)
-    del first["meta_info"]["prompt_tokens"]
-    generating = await pause(router, one, one_piece(first), lambda: generate(router, text="Hi"))
-    one.goes.append(told(answer([6], length(1), prompt=3, cached_tokens=2)))
-    came = (await going_on(router, generating)).json()
-    assert (came["output_ids"], came["meta_info"]["prompt_tokens"]) == ([5, 6], 2)
-    assert "cached_tokens" not in came["meta_info"], "that of the second prompt says nothing of the first"
-
-
 # The cut fell on the end
 
 
@@ -243,34 +230,6 @@ async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> N
 
 
 # The expert ids of a long rollout, which nobody needs to hold while they pass
-
-LONG_ROWS = b"QUFB" * 100_000
-
-
-def long_reply(stream: bool, finish: object) -> bytes:
-    said = answer([5], finish)
-    said["meta_info"]["routed_experts"] = LONG_ROWS.decode()
-    return b"data: %b\n\n" % orjson.dumps(said) if stream else orjson.dumps(said)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    cut = long_reply(stream, ABORT)
-
-    def behind(paused: asyncio.Event) -> Behaviour:
-        if stream:
-            return script(EVENTS, paused, chunk(cut[:300_000]), chunk(cut[300_000:]), *END)
-        return script(paused, in_json(cut))
-
-    generating = await pause(router, one, behind, lambda: generate(router, stream=stream))
-    last = answer([7], length(1), prompt=3, routed_experts="QUFB")
-    one.goes.append(streamed(last) if stream else told(last))
-    came = await going_on(router, generating)
-    joined = events(came)[-1] if stream else came.json()
-    assert joined["output_ids"] == [5, 7]
-    assert joined["meta_info"]["routed_experts"] == LONG_ROWS.decode() + "QUFB"
 
 
 # Aborts, and clients that leave

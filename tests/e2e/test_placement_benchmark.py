@@ -9,10 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.benchmarks.placement.routers import contenders
-from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = [
@@ -44,18 +41,6 @@ def played(folder: Path, router: str) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["results"]
     return rows
-
-
-@pytest.mark.clients
-def test_the_gateway_plays_the_same_workload(tmp_path: Path) -> None:
-    if not tiers.heavy():
-        pytest.skip("the gateway has an environment of its own")
-    rows = played(tmp_path, "sglang-router")
-    assert [row["policy"] for row in rows] == [each.policy for each in contenders() if each.router == "sglang-router"]
-    for row in rows:
-        assert (row["workload"], row["failed"]) == ("tiny", 0)
-        assert row["makespan_s"] >= row["lower_bound_s"] > 0
-        assert 0 < row["prefix_hit_rate"] < 1
 
 
 def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_ours(tmp_path: Path) -> None:

@@ -72,25 +72,6 @@ async def held(stage: Stage, router: RunningRouter, workers: list[ScriptedWorker
     return clients
 
 
-async def test_a_session_leaves_a_worker_with_far_more_in_flight_and_stays_where_it_went(stage: Stage) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    router = await stage.router(*workers)
-    home = await taker(router, workers, SESSION)
-    clients: dict[ScriptedWorker, list[Client]] = {worker: [] for worker in workers}
-    while min(len(there) for there in clients.values()) < 4:
-        busy = {worker: worker.busy for worker in workers}
-        (client,) = await held(stage, router, workers, 100)
-        clients[next(worker for worker in workers if worker.busy > busy[worker])].append(client)
-    assert [await taker(router, workers, SESSION) for _ in range(2)] == [home] * 2, "the other is as busy"
-    (other,) = (worker for worker in workers if worker is not home)
-    for client in clients[other]:
-        client.abort()
-    await until(lambda: router.pool.in_flight == len(clients[home]), "the other is idle")
-    assert [await taker(router, workers, SESSION) for _ in range(3)] == [other] * 3
-    for client in clients[home]:
-        client.abort()
-
-
 async def test_a_reply_that_was_held_up_for_its_client_says_nothing_of_its_worker(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     meta = b'"meta_info":{"completion_tokens":100,"cached_tokens":0}}'

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -144,20 +143,6 @@ async def test_a_model_goes_by_the_name_that_its_engines_have_too() -> None:
         assert await made.answers(model="org/plain") == ""
 
 
-async def test_a_model_keeps_the_names_that_its_engines_had_before_an_update_from_disk() -> None:
-    async with scene("judge", default=True, settings={"health_check_interval": 0.05}) as made:
-        assert await made.answers(model="org/plain") == ""
-        made[""].settings = dataclasses.replace(made[""].settings, served_model_name="/step/7", model_path="/step/7")
-        await until(lambda: "/step/7" in made.router.app.router.fleet.model_names, "the new name is known")
-        assert [await made.answers(model=name) for name in ("org/plain", "/step/7")] == ["", ""]
-
-
-async def test_a_name_that_two_engines_have_is_none() -> None:
-    async with scene("actor", "judge", model_path="org/same") as made:
-        assert "known models: actor, judge" in refused(await made.answers(model="org/same"))["message"]
-        assert await made.answers(model="judge") == "judge"
-
-
 SAID = '"messages": [{"role": "user", "content": "\\"model\\": \\"actor\\""}]'
 
 
@@ -219,13 +204,6 @@ async def test_a_model_id_that_is_no_name_is_refused() -> None:
             with case(model_id):
                 answer = await post(router, "/workers", url="http://127.0.0.1:1", model_id=model_id)
                 assert (answer.status, "model_id" in answer.json()["error"]["message"]) == (400, True)
-
-
-async def test_the_default_pool_may_have_a_name() -> None:
-    async with scene("judge", "actor", default=True, settings={"model_id": "actor"}) as made:
-        assert {await made.answers(model="actor") for _ in range(4)} == {"actor", ""}
-        assert {await made.answers("/generate") for _ in range(4)} == {"actor", ""}
-        assert await made.answers(model="judge") == "judge"
 
 
 # What is done to one of them

@@ -146,27 +146,6 @@ async def test_a_stream_is_given_on_event_by_event(stage: Stage) -> None:
     assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
 
 
-async def test_versions_that_only_a_stream_s_events_named_are_recorded(stage: Stage) -> None:
-    def at(ids: list[int], version: str, finish: dict[str, Any] | None = None) -> bytes:
-        meta = {"id": "r1", "completion_tokens": len(ids), "weight_version": version, "finish_reason": finish}
-        meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
-        return b"data: " + json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode() + b"\n\n"
-
-    worker = await stage.worker()
-    abort = {"type": "abort", "message": "Abort in waiting queue"}
-    whole = at([7], "1") + at([7, 8], "1") + at([7, 8, 9], "2") + at([7, 8, 9], "3", abort)
-    worker.always(script(chunked_head(STREAM), chunk(whole + b"data: [DONE]\n\n"), b"0\r\n\r\n"))
-    trial = await trial_before(stage, worker)
-    await trial.post("/generate", {"text": "one", "stream": True})
-    found = await trial.retrieve(rid="r1")
-    begin = found["token_length"] - 3
-    expected = [
-        {"version": "1", "start": begin, "end": begin + 2},
-        {"version": "2", "start": begin + 2, "end": begin + 3},
-    ]
-    assert found["weight_versions"] == expected
-
-
 # What is left alone
 
 
@@ -338,6 +317,18 @@ async def test_answers_that_make_no_sense_pass_and_are_counted_and_logged_and_no
             statistics = trial.statistics()
             assert statistics["recorded"] == statistics["entries"] == 0
             assert statistics["passed_through"] == counted
+
+
+async def test_events_of_answers_that_nobody_asked_for_pass_and_are_counted_once(stage: Stage) -> None:
+    worker = await stage.worker()
+    odd = b"".join(written({**answer_of(), "index": index}) for index in (1, -1, "0", [0], 0.0))
+    sent = odd + event([7], "a", finish=True) + b"data: [DONE]\n\n"
+    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    got = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
+    assert got.body == sent
+    assert trial.statistics()["passed_through"] == {"answer_count": 1}
+    assert (await trial.retrieve(rid="r1"))["tokens"][-1:] == [7]
 
 
 @pytest.mark.parametrize("stream", [False, True])

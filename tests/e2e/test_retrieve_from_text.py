@@ -10,7 +10,6 @@ import pytest
 from miles_router.errors import ConfigError
 from tests.support.cache_trial import JSON, SHORT, Trial, exactly_recorded, simulated_trial, trial_before
 from tests.support.exactness import binary_arrays
-from tests.support.metrics import metrics, total
 from tests.support.oracle import retrieved_arrays, same
 from tests.support.session_apis import case
 from tests.support.stage import Stage
@@ -164,24 +163,6 @@ async def test_an_unknown_rid_is_not_found_and_one_of_another_text_is_refused(tr
 
 
 # Numbers
-
-
-async def test_numbers_are_shown_in_both_places(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    (given,) = trial.given()
-    await trial.generate(text=f"one{answer['text']} more")
-    await trial.retrieve(text="never")
-    numbers = (await trial.router.ask("GET", "/router/info")).json()["statistics"]["radix_tree"]
-    assert numbers == trial.statistics()
-    expected = {"lookups": 3, "hits": 1, "recorded": 2, "retrievals": 1, "ambiguous": 0, "evicted": 0, "entries": 2}
-    assert {name: numbers[name] for name in expected} == expected
-    assert 0 < numbers["reused_tokens"] <= len(given) + 6
-    assert numbers["tokens"] == len(given) + 6 + len(trial.given()[0]) - numbers["reused_tokens"] + 6
-    assert 0 < numbers["token_bytes"] <= 12 * numbers["tokens"]
-    text = await metrics(trial.router.url)
-    for name in expected:
-        ending = "" if name == "entries" else "_total"
-        assert total(text, f"miles_router_radix_tree_{name}{ending}") == expected[name]
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")

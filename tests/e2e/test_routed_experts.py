@@ -145,20 +145,6 @@ async def test_a_prompt_that_goes_on_is_asked_for_its_new_rows_alone(cached: Exp
     assert cached.held["reused_rows"] == sum(cached.starts("/generate"))
 
 
-@pytest.mark.alone("texts of one prompt may lie in two processes, each of which asks for what it does not hold")
-async def test_a_prompt_that_is_held_as_a_whole_is_asked_for_what_comes_behind_it(cached: ExpertsTrial) -> None:
-    first = await cached.generate(text="Question: one?")
-    tokens = tokens_of(cached.generations()[-1])
-    await cached.generate(input_ids=tokens)
-    assert cached.starts("/generate") == [0, len(tokens) - 1]
-    await cached.generate(text="Question: one?")
-    assert cached.starts("/generate")[-1] == len(tokens) - 6, "all rows of the prompt, if only the prompt is the same"
-    await cached.generate(input_ids=tokens[:-2])
-    assert cached.starts("/generate")[-1] in (len(tokens) - 6, len(tokens) - 2), "within what was sampled"
-    await all_kept(cached)
-    assert first["output_ids"] == tokens[-6:]
-
-
 # Clients that ask for rows themselves
 
 PARTS = [

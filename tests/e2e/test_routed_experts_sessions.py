@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from safetensors.numpy import load
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
-from tests.support.cache_trial import CACHE, checkpoint, events
+from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.cuts import cut, lose
 from tests.support.experts_trial import (
     EXPERTS,
@@ -30,7 +29,6 @@ from tests.support.experts_trial import (
     simulated_experts,
     tokens_of,
     told,
-    truth,
 )
 from tests.support.generations import Generating
 from tests.support.recording_proxy import Exchange, RecordingProxy
@@ -43,7 +41,6 @@ from tests.support.waiting import until
 
 FIELD = b"routed_experts"
 COMPLETIONS = "/v1/completions"
-ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -134,21 +131,6 @@ async def test_a_stream_that_is_made_of_a_whole_answer_has_its_rows(stage: Stage
     assert len(await trial.exact(session)) == 1
 
 
-async def test_the_binary_form_of_samples_has_the_rows(trial: ExpertsTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session, 2)
-    await trial.chat(session, [*history[:-2], user("Something else")])
-    spelled = await trial.exact(session)
-    answer = await trial.post(f"/sessions/{session}/samples", {"format": "safetensors"})
-    arrays = load(answer.body)
-    names = ("tokens", "loss_mask", "logprobs", "routed_experts")
-    assert set(arrays) == {f"{number}.{name}" for number in range(2) for name in names}
-    for number, sample in enumerate(spelled):
-        array = arrays[f"{number}.routed_experts"]
-        assert array.dtype == np.uint8
-        assert np.array_equal(array, truth(sample["tokens"]))
-
-
 async def test_a_sample_that_is_cut_has_the_rows_of_what_is_left(trial: ExpertsTrial) -> None:
     session = await trial.create()
     await episode(trial, session, 3)
@@ -161,21 +143,6 @@ async def test_a_sample_that_is_cut_has_the_rows_of_what_is_left(trial: ExpertsT
 
 
 # Aborts and pauses
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-async def test_what_an_abort_ended_has_its_rows(stage: Stage, around: Sequence[str], stream: bool) -> None:
-    async with simulated_experts(stage, around=around, token_latency_s=0.002) as trial:
-        body = {"text": "Hi", "sampling_params": ENDLESS, "rid": "mine", "stream": stream}
-        async with under_way(trial.post("/generate", body)) as generating:
-            await trial.sampling()
-            await trial.post("/abort_request", {"rid": "mine"})
-            answer = await generating
-        said = events(answer.body)[-1] if stream else answer.json()
-        assert said["meta_info"]["finish_reason"]["type"] == "abort"
-        tokens = tokens_of(trial.generations()[-1])
-        assert np.array_equal(await trial.rows(rid="mine"), truth(tokens))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_episodes import HI, asked, branched, got
+from tests.e2e.test_episodes import HI, branched, got
 from tests.support.cache_trial import SHORT, Trial, simulated_trial
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
@@ -36,14 +36,6 @@ def total(told: Any, name: str) -> Any:
     """Of all intervals together."""
     found = [interval[name] for interval in told["intervals"]]
     return sum(map(Counter, found), Counter()) if found and isinstance(found[0], dict) else sum(found)
-
-
-async def test_before_anything_happens_there_is_no_interval(trial: SessionTrial) -> None:
-    told = await run(trial)
-    assert (told["intervals"], told["versions"], told["interval_s"]) == ([], [], 10)
-    assert (told["weight_version"], told["gate"]) == ("1", {"closed": False, "held": 0})
-    refused = await asked(trial, "run", since="1")
-    assert (refused.status, "unknown parameter 'since'" in refused.json()["error"]["message"]) == (400, True)
 
 
 async def test_turns_are_counted_as_they_are_recorded(trial: SessionTrial) -> None:

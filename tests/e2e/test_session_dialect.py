@@ -105,15 +105,6 @@ async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage
         assert len(trial.worker.log.generations) == 5, "nobody else was asked for tokens, or for a response"
 
 
-async def test_without_the_dialect_headers_are_only_affinity(stage: Stage, worker: ScriptedWorker) -> None:
-    trial = await session_trial(stage, worker, options={"header_sessions": False})
-    assert (await turn(trial, named("s", "i", "t"))).status == 200
-    assert "return_meta_info" not in json.loads(worker.requests[-1].body)
-    for path in ("/session/finalize", "/session/discard", "/trajectory/read", "/v1/rollout/pause"):
-        await trial.ask("POST", path, {})
-        assert worker.requests[-1].path == path, "forwarded as anything else"
-
-
 # Finalized
 
 
@@ -245,21 +236,6 @@ async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, work
     assert worker.url in answer.json()["workers"]
 
 
-async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, worker: ScriptedWorker) -> None:
-    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
-    data, admin = ("Authorization", "Bearer data"), ("X-Api-Key", "admin")
-    for headers in ([], [data], [("Authorization", "Bearer wrong"), data]):
-        answer = await trial.ask("POST", "/v1/rollout/pause", {}, headers)
-        assert (answer.status, answer.error_type) == (401, "unauthorized"), headers
-    assert worker.requests == []
-    for headers in ([data, admin], [admin], [("Authorization", "Bearer admin")]):
-        assert (await trial.ask("POST", "/v1/rollout/pause", {}, headers)).status == 200
-    assert not any(b"admin" in request.head or b"Bearer" in request.head for request in worker.requests)
-    for path in ("/session/finalize", "/session/discard", "/trajectory/read"):
-        assert (await trial.ask("POST", path, {})).status == 401
-        assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
-
-
 # Odd requests, and what a restart leaves
 
 
@@ -293,15 +269,6 @@ async def test_which_headers_name_a_session(scripted: SessionTrial, worker: Scri
             assert sessions == (["s"] if made else [])
             assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
             await scripted.ask("DELETE", "/sessions/s")
-
-
-async def test_a_first_turn_that_is_refused_leaves_no_session(trial: SessionTrial) -> None:
-    bodies: list[Any] = [[], {"messages": []}, {"messages": [1]}]
-    for body in bodies:
-        answer = await trial.ask("POST", CHAT, body, list(named("s", "task-7").items()))
-        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
-        assert (await stats(trial))["active_sessions"] == 0
-        assert trial.statistics()["bytes"] == 0
 
 
 @pytest.mark.alone("it reads trajectories without naming a session")

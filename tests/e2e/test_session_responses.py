@@ -249,27 +249,6 @@ async def test_what_is_not_there_is_refused_by_name_before_anything_is_generated
                 assert message in error["message"]
 
 
-async def test_a_custom_call_that_was_cut_never_looks_complete(stage: Stage) -> None:
-    steps = [{"text": "Now.", "calls": [{"name": "patch", "arguments": {"input": "a b c d e f"}}]}]
-    async with scripted(stage, script=steps) as trial, agent(trial, await trial.create()) as client:
-        full = await asked(client, "Patch", live=True)
-        assert full.output[-1].input == "a b c d e f"
-        for most, live in itertools.product(range(1, full.usage.output_tokens - 1, 3), BOTH):
-            with case(most, live):
-                request: Any = {"model": "m", "input": "Patch", "tools": TOOLS, "max_output_tokens": most}
-                if live:
-                    events = [each async for each in await client.responses.create(**request, stream=True)]
-                    assert "response.custom_tool_call_input.done" not in {each.type for each in events}
-                    cut = events[-1].response
-                else:
-                    cut = await client.responses.create(**request)
-                assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-                open_calls = [item for item in cut.output if item.type not in ("reasoning", "message")]
-                assert all(item.type == "function_call" and item.status == "incomplete" for item in open_calls)
-                assert not any(item.arguments.endswith("}") for item in open_calls)
-                assert plain((await client.responses.retrieve(cut.id)).to_dict()) == plain(cut.to_dict())
-
-
 # Settings
 
 

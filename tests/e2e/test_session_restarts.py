@@ -120,21 +120,6 @@ async def test_the_next_turn_goes_on_in_the_same_segment_with_the_same_tokens(re
                 assert await again.samples(session) == [sample]
 
 
-async def test_a_repeated_turn_gets_the_answer_that_was_recorded(restarts: Restarts) -> None:
-    named = [("X-Turn-Id", "step-1")]
-    async with restarts.started() as before:
-        session = await before.create()
-        whole = await before.turn(session, [user("Hi")], named)
-        stream = await before.turn(session, [user("Hi")], named, stream=True)
-        told = await everything(before, session)
-        async with restarts.started() as after:
-            assert await everything(after, session) == told
-            generated = len(restarts.worker.log.at(CHAT))
-            assert (await after.turn(session, [user("Hi")], named)).body == whole.body
-            assert (await after.turn(session, [user("Hi")], named, stream=True)).body == stream.body
-            assert len(restarts.worker.log.at(CHAT)) == generated
-
-
 async def test_budget_key_and_end_of_an_episode_are_there_again(restarts: Restarts) -> None:
     async with restarts.started(api_key="ours") as before:
         contract = {"key": True, "budget": {"max_turns": 2}}
@@ -198,7 +183,9 @@ async def test_stored_responses_can_be_read_and_gone_on_from(restarts: Restarts)
             assert (await after.records(session))[-1]["parent"] == 0
 
 
-@pytest.mark.parametrize("deletion", [("DELETE", "/sessions/s-1?abort=true"), ("POST", "/session/discard")], ids=str)
+@pytest.mark.parametrize(
+    "deletion", [("DELETE", "/sessions/s-1?abort=true"), ("POST", "/session/discard")], ids=["abort", "discard"]
+)
 async def test_a_session_that_the_disk_cannot_delete_stays_as_it_is(
     restarts: Restarts, monkeypatch: pytest.MonkeyPatch, deletion: tuple[str, str]
 ) -> None:

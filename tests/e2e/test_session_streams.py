@@ -3,13 +3,12 @@ same; where an engine cannot tell what it sampled, streams are buffered, and the
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 
-from tests.support.http import Client, request, whole_or_cut
+from tests.support.http import whole_or_cut
 from tests.support.scripted_chat import (
     DONE,
     able,
@@ -45,14 +44,6 @@ async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
     return await session_trial(stage, worker)
 
 
-async def begin(trial: SessionTrial, stage: Stage, session: str, **fields: Any) -> Client:
-    """A client that has sent a streaming turn."""
-    client = await stage.client(trial.router)
-    body = json.dumps({"model": "m", "messages": HI, "stream": True, **fields}).encode()
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, body))
-    return client
-
-
 def logged(caplog: pytest.LogCaptureFixture, message: str) -> list[str]:
     """The reasons that the log gives under a message."""
     return [str(each.__dict__["fields"]["reason"]) for each in caplog.records if each.getMessage() == message]
@@ -69,29 +60,6 @@ async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker,
     body = (await trial.turn(session, HI, stream=True)).body
     events = body.split(b"\n\n")
     assert (events[1] + b"\n\n", events[3] + b"\n\n") == (ping, named)
-
-
-async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
-    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
-) -> None:
-    gate = asyncio.Event()
-    role, *texts, finish, ids, done = HELLO
-    worker.always(streamed(role, texts[0], gate, *texts[1:], finish, ids, done))
-    session = await trial.create()
-    client = await begin(trial, stage, session)
-    await client.read_head("POST")
-    seen = b""
-    while b"Hel" not in seen:
-        seen += await client.read_part()
-    trial.router.worker(worker).weight_version = "2"
-    gate.set()
-    await client.read_body()
-    assert [record["versions"] for record in await trial.records(session)] == ["router"]
-    (sample,) = await trial.samples(session)
-    assert sample["weight_versions"] == [
-        {"version": "1", "start": 3, "end": 4},
-        {"version": "2", "start": 4, "end": 6},
-    ]
 
 
 # Streams that cannot be recorded

@@ -12,8 +12,7 @@ from openai.types.chat import ChatCompletion
 
 from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply, ask
-from tests.support.scripted_worker import reply, script
-from tests.support.session_apis import BOTH, case
+from tests.support.session_apis import case
 from tests.support.session_trial import (
     ADD,
     CHAT,
@@ -21,11 +20,10 @@ from tests.support.session_trial import (
     SessionTrial,
     chunks_of,
     qwen3,
-    session_trial,
     simulated_sessions,
     user,
 )
-from tests.support.stage import Stage, staged
+from tests.support.stage import staged
 
 HI: list[Any] = [user("Hi")]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
@@ -64,19 +62,6 @@ OF_STREAM: dict[str, dict[str, Any]] = {
     "usage, ids": {"stream_options": {"include_usage": True}, **ASKED["ids"]},
     "prompt ids refused": {"return_prompt_token_ids": True},
 }
-
-
-@pytest.fixture(scope="module")
-async def shared() -> AsyncIterator[SessionTrial]:
-    """One router and worker for all tests that leave them as they were: each has sessions of its own."""
-    async with staged() as stage, simulated_sessions(stage) as made:
-        yield made
-
-
-@pytest.fixture
-def trial(shared: SessionTrial) -> SessionTrial:
-    shared.worker.log.clear()
-    return shared
 
 
 Pair = tuple[SessionTrial, SimulatedWorker]
@@ -148,25 +133,3 @@ async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_
                 told["weight_versions"] = json.dumps(told["weight_versions"], separators=(",", ":"))
                 assert steady(through.json()) == steady({**direct.json(), "metadata": told})
                 ChatCompletion.model_validate(through.json(), strict=True)
-
-
-async def test_errors_of_workers_pass_byte_for_byte(stage: Stage) -> None:
-    worker = await stage.worker()
-    odd = b'{ "object":"error",   "message": "\\u00e9", "code": 1.50}'
-    headers = [("Content-Type", "application/json"), ("X-Odd", "a"), ("X-Odd", "b"), ("Retry-After", "3")]
-    worker.standing["/openapi.json"] = script(reply(b"{}", 404))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    for status, stream in itertools.product((400, 404, 429, 500, 503), BOTH):
-        worker.always(script(reply(odd, status, headers)))
-        answer = await trial.turn(session, HI, stream=stream)
-        assert (answer.status, answer.body) == (status, odd)
-        assert (answer.values("x-odd"), answer.value("retry-after")) == ([b"a", b"b"], b"3")
-    assert await trial.records(session) == []
-    asked = len(worker.requests)
-    bodies: list[Any] = [b"", b"{", b"[]", {}, {"messages": []}, {"messages": [{"role": 7}]}]
-    for body in bodies:
-        answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", body)
-        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
-    assert len(worker.requests) == asked
-    assert (await trial.read(session))["metadata"]["in_flight"] == 0

@@ -1,5 +1,5 @@
-"""Texts under `--state-dir`: what was answered is there again in a router that is started on the same directory; rows of
-experts too with `--state-rows`, else they are missing by name."""
+"""Texts under `--state-dir`: what was answered is there again in a router that is started on the same directory; rows
+of experts too with `--state-rows`, else they are missing by name."""
 
 from __future__ import annotations
 

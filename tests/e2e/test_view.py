@@ -15,7 +15,7 @@ from middleware_hub.view.command import token_bytes
 from middleware_hub.view.entropy import expert_entropy
 from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import Sample, VersionRun
-from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
+from tests.support.browser import Browser, Page, PageFailed
 from tests.support.token_pages import episode, page_of, page_of_file
 from tests.support.unseen import UNSEEN, seen
 
@@ -166,46 +166,6 @@ async def test_a_file_without_samples_says_why(browser: Browser, tmp_path: Path)
         assert page.problems == []
 
 
-async def test_the_tree_opens_branches_where_their_turns_begin(
-    browser: Browser, pages: Path, samples: list[Sample]
-) -> None:
-    lines = (
-        "[...document.querySelectorAll('.tree .row')].map((row) => [row.getAttribute('aria-level'), row.textContent])"
-    )
-    async with opened(browser, pages) as page:
-        found = await page.value(lines)
-        sampled = [turn["end"] - turn["start"] for sample in samples for turn in sample.metadata["turns"]]
-        assert [level for level, _ in found] == ["1", "2", "2", "1"]
-        assert [text for _, text in found] == [
-            f"turn 0{sampled[0]} tokens sampled",
-            f"turn 1{sampled[1]} tokens sampled · sample 0",
-            f"turn 2 · edited_history{sampled[3]} tokens sampled · sample 1",
-            f"turn 3 · compaction{sampled[4]} tokens sampled · sample 2",
-        ]
-        await page.click(".tree .row:nth-child(3) button")
-        await page.until(f"{SHOWN} === '1'")
-        start = samples[1].metadata["turns"][1]["start"]
-        assert (await page.text("[data-field=position]")).startswith(f"{start} of")
-        assert await page.value("[...document.querySelectorAll('.on-path')].length") == 2
-        assert await page.text(".tree [aria-current] b") == "turn 2"
-
-
-async def test_why_a_segment_begins_stands_with_both_messages_and_their_difference(
-    browser: Browser, pages: Path
-) -> None:
-    async with opened(browser, pages) as page:
-        assert await page.value("document.querySelector('.reasons')") is None
-        await choose_sample(page, 1)
-        assert "turn 2 edited_history: messages after an earlier turn" in await page.text(".reasons li")
-        assert await page.text(".edit > p") == "message 3, content"
-        assert await page.text(".held .message") == "42"
-        assert await page.text(".sent .message") == "17 + 25 = 42 🙂"
-        marked = await page.value("[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)")
-        assert marked == ["17 + 25 = ", " 🙂"]
-        await choose_sample(page, 2)
-        assert "The message was left out." in await page.text(".edit")
-
-
 HOSTILE = (
     "</script><script>window.ran = 1</script>",
     '"><img src=x onerror="window.ran = 1">',
@@ -269,31 +229,6 @@ async def test_hostile_text_is_text(browser: Browser, hostile_page: Path) -> Non
         ]
         assert await page.value("document.querySelectorAll('script:not([type])').length") == 0
         assert await page.value("({}).hue") is None
-
-
-@pytest.mark.parametrize(
-    ("place", "shown"),
-    [
-        ({"reason": {"toString": 1, "valueOf": 1}}, '{"toString":1,"valueOf":1}'),
-        ({"reason": "x", "worker": [[{"toString": 1}]]}, "x"),
-        (
-            {"reason": "x", "edit": {"message": {"toString": 1}, "field": [1], "held": {"toString": 1}}},
-            '{"toString":1}',
-        ),
-        ({"reason": "x", "edit": "no difference"}, "x"),
-        ({"reason": "__proto__", "worker": "constructor", "__proto__": {"reason": "y"}}, "__proto__"),
-    ],
-)
-async def test_what_stands_in_the_place_of_words_is_shown_as_such(
-    browser: Browser, tmp_path: Path, place: dict[str, Any], shown: str
-) -> None:
-    turns = [{"turn": 0, "start": 1, "end": 3, **place}]
-    sample = Sample(**{**vars(hostile("x")), "metadata": {"session_id": "x", "turns": turns}})
-    async with opened(browser, page_of(tmp_path, [sample])) as page:
-        assert shown in await page.text(".reasons")
-        await page.choose("#colour", "worker")
-        await read(page, [1])
-        assert await page.value("({}).reason") is None
 
 
 async def test_marks_that_are_piled_up_do_not_stop_the_page(browser: Browser, tmp_path: Path) -> None:
@@ -363,29 +298,3 @@ async def test_of_fifty_thousand_tokens_those_are_drawn_that_are_seen(
         found = await read(page, [0, 25_000, 49_999, 123])
         assert [int(each["id"]) for each in found] == sample.tokens[[0, 25_000, 49_999, 123]].tolist()
         assert await page.value(NODES) < MOST_NODES
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-async def test_a_phone_shows_all_without_scrolling_sideways_in_any_light(
-    browser: Browser, pages: Path, hostile_page: Path, dark: bool
-) -> None:
-    for file, place in ((pages, 1), (hostile_page, len(HOSTILE) - 1)):
-        async with opened(browser, file, width=320, height=640, dark=dark) as page:
-            await choose_sample(page, place)
-            assert await page.value("[document.documentElement.scrollWidth, innerWidth]") == [320, 320]
-            ground = await page.value("getComputedStyle(document.body).backgroundColor")
-            assert ground == ("rgb(17, 23, 29)" if dark else "rgb(255, 255, 255)")
-            for name in ("mask", "logprob", "version", "turn", "worker"):
-                await page.choose("#colour", name)
-                assert min(await page.value(CONTRASTS)) >= 4.5, name
-
-
-async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Browser, pages: Path) -> None:
-    async with opened(browser, pages) as page:
-        tree = (await page.send("Accessibility.getFullAXTree"))["nodes"]
-    named = ("listbox", "combobox", "textbox", "searchbox", "spinbutton", "button", "region", "option")
-    found = [(each["role"]["value"], each.get("name", {}).get("value", "")) for each in tree if not each["ignored"]]
-    assert [role for role, name in found if role in named and not name.strip()] == []
-    regions = ["Samples of the file", "Tokens of the sample", "Details of the token", "Branch tree"]
-    assert [name for role, name in found if role == "region"] == regions
-    assert {("combobox", "Colours by"), ("spinbutton", "Position"), ("listbox", "Tokens")} <= {*found}

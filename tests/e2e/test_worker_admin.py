@@ -170,12 +170,6 @@ async def test_what_lies_beneath_the_workers_is_the_routers_own(stage: Stage) ->
             assert worker.requests == []
 
 
-async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRouter) -> None:
-    await post(router, "/add_worker", in_json(url=ONE + "/"))
-    again = (await post(router, "/workers", in_json(url=ONE))).json()
-    assert [each["id"] for each in (await router.ask("GET", "/workers")).json()["workers"]] == [again["id"]]
-
-
 BAD_ATTRIBUTES: list[dict[str, Any]] = [
     {"api_key": 7},
     {"api_key": "a\nb"},
@@ -267,12 +261,6 @@ async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage)
             answer = await router.ask(method, path)
             assert (answer.status, answer.error_type) == (405, "invalid_request")
             assert worker.requests == []
-
-
-async def test_head_is_answered_wherever_get_is(router: RunningRouter) -> None:
-    for path in ("/health", "/liveness", "/metrics", "/workers"):
-        answer = await router.ask("HEAD", path)
-        assert (answer.status, answer.body) == (200, b""), path
 
 
 async def test_paths_that_only_look_like_the_routers_own_are_forwarded(stage: Stage) -> None:
