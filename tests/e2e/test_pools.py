@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -300,19 +299,6 @@ def never_applied(answer: str | RawReply) -> None:
     assert "/v1/responses ignores LoRA adapters" in answer.json()["error"]["message"]
 
 
-async def test_an_adapter_answers_however_it_is_named() -> None:
-    async with with_adapters() as made:
-        for path, adapter, base in (
-            *itertools.product(ADAPTED, ["org/two:b"], ["actor:", ""]),
-            *itertools.product([CHAT], ["one"], ["org/actor:", ""]),
-        ):
-            with case(path, adapter, base):
-                assert await made.answers(path, model=f"{base}{adapter}") == "actor"
-                assert applied(made["actor"]) == adapter
-                assert await made.answers(path, model="actor") == "actor"
-                assert applied(made["actor"]) is None
-
-
 async def test_an_adapter_that_a_generation_names_itself_counts() -> None:
     async with with_adapters() as made:
         assert await made.answers("/generate", model="actor:one", lora_path="org/two:b") == "actor"
@@ -340,17 +326,6 @@ async def one_model_with_adapters() -> AsyncIterator[Scene]:
             assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
         assert (await register(router, worker, None)).status == 201
         yield Scene(router, {"": worker})
-
-
-async def test_an_adapter_answers_where_no_worker_has_a_model_id() -> None:
-    async with one_model_with_adapters() as made:
-        for path, adapter, base in (
-            *itertools.product(ADAPTED, ["org/two:b"], ["gpt:", ""]),
-            *itertools.product([CHAT], ["one"], ["org/plain:", "default:"]),
-        ):
-            with case(path, adapter, base):
-                assert await made.answers(path, model=f"{base}{adapter}") == ""
-                assert applied(made[""]) == adapter
 
 
 async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_base_weights() -> None:

@@ -395,19 +395,3 @@ async def test_a_client_that_leaves_mid_stream_leaves_no_finished_entry(stage: S
         await until(lambda: worker.running == 0, "the worker is freed")
         assert trial.statistics()["entries"] == 0
         assert (await trial.post("/retrieve_from_text", {"rid": "left"})).status == 404
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_aborted_generation_is_recorded_as_partial(stage: Stage, stream: bool) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), token_latency_s=0.005) as worker:
-        trial = await trial_before(stage, worker)
-        params = {**SHORT, "max_new_tokens": 5000}
-        body = {"text": "one", "rid": "a", "sampling_params": params, "stream": stream}
-        asking = asyncio.ensure_future(trial.post("/generate", body))
-        await until(lambda: worker.running == 1, "it generates")
-        await trial.router.ask("POST", "/abort_request", JSON, b'{"rid": "a"}')
-        await asking
-        found = await trial.retrieve(rid="a")
-        assert (found["finished"], found["finish_reason"]) == (False, "abort")
-        assert found["tokens"] == trial.given()[0] + trial.log[-1].generation.output_ids
-        assert trial.statistics()["partial"] == 1

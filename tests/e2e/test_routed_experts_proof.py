@@ -131,14 +131,11 @@ async def test_text_rollouts_have_the_rows_that_their_workers_gave_each_sent_onc
         remembered, fresh = await made.shares(known)
     with capsys.disabled():
         print(f"\n{len(rollouts.turns)} turns, {len(known.lines)} generations of {known.rows} rows, all compared")
-        print(
-            f"{transferred} transferred, {1 - transferred / known.rows:.1%} saved; {known.straight()} straight rollouts"
-        )
+        print(f"{transferred} transferred, {1 - transferred / known.rows:.1%} saved")
         print(f"equal to one uninterrupted request: {remembered} remembered, {fresh} computed anew")
         print(f"{known.behind_the_longest} of {len(known.lines)} began where the longest known tokens end")
         print(f"{ran - begun:.1f} s of rollouts, {time.monotonic() - ran:.1f} s of comparison")
     assert all(proxy.generations for proxy in made.proxies)
-    assert known.straight() > 0
     assert known.behind_the_longest > 0.8 * len(known.lines)
     assert transferred < 0.5 * known.rows
     assert float(fresh) > 0.9
