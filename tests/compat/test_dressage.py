@@ -19,7 +19,6 @@ from tests.support.http import ask
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
 from tests.support.session_trial import (
-    ADD,
     CHAT,
     SESSIONS,
     Message,
@@ -205,17 +204,3 @@ async def test_a_rollout_that_was_rejected_is_discarded_whatever_it_is(
         (True, False, 0),
     ]
     assert trial.statistics()["bytes"] == 0
-
-
-async def test_segments_have_the_tools_of_their_turns_and_those_of_completions_none(
-    stage: Stage, http: aiohttp.ClientSession
-) -> None:
-    async with simulated_sessions(stage) as trial:
-        client = DressageClient(http, trial.router.url)
-        await client.chat(body([user("Hi")], tools=[ADD]), session_id="s", instance_id=GROUP)
-        answer = await trial.ask("POST", "/sessions/s/v1/completions", {"model": "m", "prompt": "Hi", "max_tokens": 4})
-        assert answer.status == 200
-        await client.finalize("s", instance_id=GROUP)
-        payload = await client.read("s", instance_id=GROUP)
-        assert len(read_segments(payload)) == 2
-        assert [segment["tools"] for segment in payload["data"]] == [[ADD], None]

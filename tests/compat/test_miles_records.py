@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
-from middleware_hub.openai_session.export import full_records
 from miles_router.client import RouterClient
 from tests.compat.miles_client import GetSessionResponse, SessionRecord
 from tests.support.session_trial import (
@@ -153,19 +152,6 @@ async def test_turns_with_tools_give_the_routers_own_sample(trial: SessionTrial,
     assert read.records[1].response["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_branches_and_choices_have_a_record_each(trial: SessionTrial) -> None:
-    session = await trial.create()
-    first = message_of(await trial.chat(session, HI))
-    for text in ("one", "two"):
-        await trial.chat(session, [*HI, first, user(text)])
-    await trial.chat(session, [user("else")], n=2)
-    read = await told(trial, session)
-    as_sampled(read, trial)
-    assert "accumulated_token_ids" not in read.metadata
-    assert [record.response["choices"][0]["index"] for record in read.records] == [0, 0, 0, 0, 1]
-    assert read.records[2].request["messages"] == [*HI, first, user("two")]
-
-
 async def test_the_compact_form_is_asked_for(trial: SessionTrial) -> None:
     session = await trial.create()
     first = message_of(await trial.chat(session, HI))
@@ -180,19 +166,3 @@ async def test_the_compact_form_is_asked_for(trial: SessionTrial) -> None:
     assert (await trial.ask("GET", f"/sessions/{session}?form=full")).json()["records"] == whole
     refused = await trial.ask("GET", f"/sessions/{session}?form=short")
     assert (refused.status, b"full, compact" in refused.body) == (400, True)
-
-
-async def test_many_records_are_written_while_they_are_sent(
-    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await trial.create()
-    history = [*HI]
-    for number in range(3):
-        history = [*history, message_of(await trial.chat(session, history)), user(f"{number}")]
-    at_once = await trial.ask("GET", f"/sessions/{session}?form=full")
-    monkeypatch.setattr(full_records, "AT_ONCE", 1)
-    in_parts = await trial.ask("GET", f"/sessions/{session}")
-    assert at_once.value("content-length") is not None
-    assert in_parts.value("content-length") is None
-    assert in_parts.json()["records"] == at_once.json()["records"]
-    await one_line(trial, session)

@@ -43,7 +43,6 @@ from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import script
 from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
-from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, soon, until
 
 PARAMS: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -327,29 +326,6 @@ def test_a_template_that_writes_a_turn_anew_is_refused() -> None:
 
 
 # What goes wrong in the middle
-
-
-async def test_a_rollout_that_is_cancelled_stops_its_engine(stage: Stage) -> None:
-    async with scene_of(stage, token_latency_s=0.002) as scene:
-        working = asyncio.Event()
-
-        async def work() -> str:
-            working.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        scene.workers[0].say(call("work"))
-        loops = scene.loops(tools=[FunctionTool("work", work)])
-        long = {**PARAMS, "max_tokens": 4000, "ignore_eos": True}
-        samples = [{"raw_prompt": QUESTION, "agent_name": "tool_agent"}] * 2  # whichever comes first calls the tool
-        async with under_way(loops.generate_sequences(samples, long)) as running:
-            await soon(working.wait())
-            await until(lambda: scene.busy() is not None, "the other one is sampled")
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-        await until(lambda: scene.workers[0].running == 0, "its engine has stopped")
-        await stage.nothing_under_way()
 
 
 # Loops of one's own

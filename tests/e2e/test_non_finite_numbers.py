@@ -141,6 +141,3 @@ def test_a_file_with_them_is_refused_by_name() -> None:
         spelled = data.replace(value, literal.encode().rjust(len(value)) if len(literal) < len(value) else b"1e999")
         with pytest.raises(Malformed, match=r"reward\.mark is (nan|inf)"):
             READERS[form](spelled)
-
-
-# Framework dialects

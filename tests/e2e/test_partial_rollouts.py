@@ -229,12 +229,6 @@ async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> N
             one.asked.clear()
 
 
-# The expert ids of a long rollout, which nobody needs to hold while they pass
-
-
-# Aborts, and clients that leave
-
-
 # What is a cut
 
 

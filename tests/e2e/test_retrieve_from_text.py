@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 
 from miles_router.errors import ConfigError
-from tests.support.cache_trial import JSON, SHORT, Trial, exactly_recorded, simulated_trial, trial_before
-from tests.support.exactness import binary_arrays
-from tests.support.oracle import retrieved_arrays, same
+from tests.support.cache_trial import Trial, exactly_recorded, simulated_trial, trial_before
 from tests.support.session_apis import case
 from tests.support.stage import Stage
-
-BINARY = "application/octet-stream"
 
 
 @pytest.fixture
@@ -93,28 +89,6 @@ async def test_several_spellings_of_one_text_are_ambiguous_and_a_rid_selects_one
         assert await trial.retrieve(rid=rid, text=text) == one
     assert lengths[0] < lengths[1]
     assert trial.statistics()["ambiguous"] == 1
-
-
-@pytest.mark.alone("which of two processes has heard a generation last, nobody knows")
-async def test_of_equal_spellings_the_newest_is_given(trial: Trial) -> None:
-    for _ in range(3):
-        answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
-    assert (await trial.retrieve(text=f"one{answer['text']}"))["rid"] == answer["meta_info"]["id"]
-
-
-async def test_binary_answers_hold_the_same(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    asked = {"text": f"one{answer['text']}"}
-    headers = [*JSON, ("Accept", BINARY)]
-    binary = await trial.post("/retrieve_from_text", asked, headers)
-    assert binary.value("content-type") == BINARY.encode()
-    plain = await trial.retrieve(**asked)
-    assert same(binary_arrays(binary.body), retrieved_arrays(plain))
-    several = await trial.post("/retrieve_from_text", {"texts": ["never", asked["text"]]}, headers)
-    assert same(binary_arrays(several.body, "1."), retrieved_arrays(plain))
-    assert sum(binary_arrays(several.body, "0.").mask) == 0
-    refused = await trial.post("/retrieve_from_text", {"rid": "unknown"}, headers)
-    assert (refused.status, refused.error_type) == (404, "not_found")
 
 
 async def test_a_text_with_its_hidden_tail_is_found_too(trial: Trial) -> None:

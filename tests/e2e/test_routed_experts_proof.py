@@ -1,8 +1,7 @@
 """Routed experts of real SGLang: what trainers get is what went through the workers' proxies, row for row.
 
-Where the engine computes the same ids in the same way again (greedy, one at a time), it is also what one uninterrupted
-request says. In batches of changing sizes a CPU rounds otherwise, and some tokens go elsewhere: there the proxies alone
-are held against, and the share of rows that are equal all the same is measured.
+In batches of changing sizes a CPU rounds otherwise, and some tokens go elsewhere: the proxies are held against, and the
+share of rows that one uninterrupted request has all the same is measured.
 """
 
 from __future__ import annotations
@@ -81,11 +80,6 @@ class Stage:
         await self.ask("POST", "/pause_generation", {"mode": mode})
         order = {"new_version": version, "abort_all_requests": False}
         await self.ask("POST", "/update_weight_version", order)
-        await self.ask("POST", "/continue_generation", {})
-
-    async def cut(self) -> None:
-        """A pause alone: what goes on finds in the prefix cache what it has computed."""
-        await self.ask("POST", "/pause_generation", {"mode": "abort"})
         await self.ask("POST", "/continue_generation", {})
 
     def streamed(self) -> int:

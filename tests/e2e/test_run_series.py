@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_episodes import HI, branched, got
-from tests.support.cache_trial import SHORT, Trial, simulated_trial
+from tests.support.cache_trial import simulated_trial
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -173,36 +172,3 @@ async def test_texts_are_counted_too(stage: Stage) -> None:
         await trial.retrieve(rid=second["meta_info"]["id"])
         await trial.retrieve(text=f"one{first['text']}")
         assert total(await run(trial), "trained") == {"default": 12}
-
-
-# Generations with equal texts
-
-GREEDY = {**SHORT, "temperature": 0}
-GROUP = 4
-
-
-async def equal_turns(trial: Trial, turns: int) -> list[str]:
-    """A group of greedy rollouts of so many turns, side by side; the ids of their last generations."""
-    texts, rids = ["one"] * GROUP, [""] * GROUP
-    for turn in range(turns):
-        asked_for = [trial.generate(text=text, sampling_params=GREEDY) for text in texts]
-        answers = await asyncio.gather(*asked_for)
-        texts = [f"{text}{answer['text']} and {turn}" for text, answer in zip(texts, answers, strict=True)]
-        rids = [answer["meta_info"]["id"] for answer in answers]
-    assert len({*texts}) == 1 < len({*rids}), "equal texts of different generations"
-    return rids
-
-
-@pytest.mark.alone("each process counts what it has: of equal texts, any one is gone on from")
-@pytest.mark.parametrize("turns", [1, 3])
-async def test_equal_rollouts_read_by_rid_are_each_counted_as_trained(stage: Stage, turns: int) -> None:
-    async with simulated_trial(stage) as trial:
-        for _ in range(2):
-            rids = await equal_turns(trial, turns)
-            found = [await trial.retrieve(rid=rid) for rid in rids]
-        sampled = 2 * sum(sum(each["loss_mask"]) for each in found)
-        assert total(await run(trial), "sampled") == {"default": sampled}
-        assert total(await run(trial), "trained") == {"default": sampled}
-        for rid in rids:
-            await trial.retrieve(rid=rid)
-        assert total(await run(trial), "trained") == {"default": sampled}, "however often they are read"

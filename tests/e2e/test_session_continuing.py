@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -93,37 +92,6 @@ async def test_a_tool_agent_s_episode_is_what_the_engine_saw(trial: SessionTrial
     for each in generations(trial):
         assert qwen3().encode(qwen3().decode(each.output_ids)) != each.output_ids, "encoding it again would drift"
     assert (await trial.reasons(session)) == [None] * 6
-
-
-SPACED = '{"a":17,   "b":25}'
-
-
-@pytest.mark.parametrize(
-    ("equality", "continues"), [("strict", False), (None, True), ("tests.support.session_trial.equal_roles", True)]
-)
-async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator_says_no(
-    stage: Stage, equality: str | None, continues: bool
-) -> None:
-    options = {"message_equality": equality} if equality else {}
-    async with simulated_sessions(stage, options=options) as trial:
-        session = await trial.create()
-        trial.worker.say(ASK_ADD)
-        message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
-        call = json.loads(json.dumps(message["tool_calls"][0]))
-        call["function"]["arguments"] = SPACED
-        assert json.loads(SPACED) == json.loads(message["tool_calls"][0]["function"]["arguments"])
-        await trial.chat(session, [*HI, {**message, "tool_calls": [call]}, tool_result(call, "42")], tools=[ADD])
-        assert await trial.reasons(session) == [None, None if continues else "edited_history"]
-        assert ("input_ids" in trial.log[-1].json()) is continues
-        edits = [record["edit"] for record in await trial.records(session)]
-        written = call["function"]["arguments"], message["tool_calls"][0]["function"]["arguments"]
-        field = "tool_calls[0].function.arguments"
-        edit = {"message": 1, "field": field, "held": written[1], "sent": written[0]}
-        assert edits == [None, None if continues else edit]
-        for sample in await trial.samples(session):
-            assert [turn["edit"] for turn in sample["metadata"]["turns"]] in ([None], [None, None], [edit])
-            last = generations(trial)[-1]
-            assert sample["tokens"] in (held(last), held(generations(trial)[0]))
 
 
 async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> None:

@@ -137,23 +137,6 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     exactly(segments[0], *(each.generation for each in trial.log[:2]))
 
 
-@pytest.mark.parametrize(
-    ("mode", "loss"), [({}, "both"), ({"token_build_mode": "tito"}, "both"), ({"mask": "last_turn"}, "last")]
-)
-async def test_a_finalized_session_is_built_as_its_client_says(
-    trial: SessionTrial, mode: dict[str, Any], loss: str
-) -> None:
-    first = await good(await turn(trial, named("s")))
-    await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
-    await turn(trial, named("other"), [*HI, user("Go on")])
-    await turn(trial, named("s"), [said("A title?")])
-    await post(trial, "/session/finalize", {"session_id": "s", "side_calls": False, **mode})
-    (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
-    one, two = (each.generation for each in trial.log[:2])
-    assert segment["tokens"] == [*two.input_ids, *two.output_ids]
-    assert sum(segment["loss_mask"]) == len(two.output_ids) + (len(one.output_ids) if loss == "both" else 0)
-
-
 async def test_a_last_step_is_one_segment_of_a_rewritten_session(trial: SessionTrial) -> None:
     await turn(trial, named("s"))
     await turn(trial, named("s"), [*HI, said("I take that back."), user("Go on")])

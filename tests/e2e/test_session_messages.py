@@ -75,9 +75,6 @@ def results(answer: Message) -> list[Any]:
     ]
 
 
-# Exact
-
-
 # Counting
 
 

@@ -154,9 +154,6 @@ async def test_every_branch_is_a_sample_and_a_shared_turn_is_trained_once(trial:
     assert trained == sum(len(each.output_ids) for each in made), "each sampled token once"
 
 
-# How long
-
-
 # What is refused
 
 

@@ -256,13 +256,3 @@ async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage)
             answer = await router.ask(method, path)
             assert (answer.status, answer.error_type) == (405, "invalid_request")
             assert worker.requests == []
-
-
-async def test_paths_that_only_look_like_the_routers_own_are_forwarded(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
-    for path in ["/Health", "/health_generate", "/get_model_info", "/workers_of_mine", "/v1/models"]:
-        with case(path):
-            before = len(worker.requests) + len(worker.probes)
-            assert (await router.ask("GET", path)).status == 200
-            assert len(worker.requests) + len(worker.probes) == before + 1
