@@ -162,7 +162,6 @@ async def test_a_stream_that_makes_no_sense_is_untraced_and_one_without_ids_an_e
             assert len(await trial.records(session)) == 1
 
 
-HI: list[Any] = [user("Hi")]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "add"}}
