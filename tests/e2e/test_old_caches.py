@@ -157,6 +157,15 @@ async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog
 # What goes on
 
 
+async def test_a_generation_that_is_resumed_is_prefilled_anew(stage: Stage) -> None:
+    async with fleet(stage, token_latency_s=LATENCY, settings={"partial_rollout": "resume"}) as (worker, router):
+        async with endless(router, worker) as running:
+            await update(router, "2", "abort")
+            await samples(worker)
+        assert [span["version"] for span in running.result()["weight_versions"]] == ["1", "2"]
+        assert worker.cache.reused == set()
+
+
 async def test_a_session_keeps_its_cache_and_its_sample_says_whose_it_was(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
         old, turns = await trial.create(), [user("Hi there, how are you?")]

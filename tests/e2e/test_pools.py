@@ -205,6 +205,16 @@ async def test_a_model_id_that_is_no_name_is_refused() -> None:
                 assert (answer.status, "model_id" in answer.json()["error"]["message"]) == (400, True)
 
 
+async def test_workers_of_a_later_pool_are_checked_too() -> None:
+    settings = {"health_check_interval": 0.05, "health_check_failure_threshold": 1}
+    async with scene("judge", default=True, settings=settings) as made:
+        (record,) = [each for each in made.router.app.pools.workers if each.url == made["judge"].url]
+        await made["judge"].kill()
+        await until(lambda: record.state is WorkerState.QUARANTINED, "it is found")
+        await made["judge"].restart()
+        await until(lambda: record.state is WorkerState.READY, "it is back")
+
+
 # What is done to one of them
 
 

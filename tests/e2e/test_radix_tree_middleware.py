@@ -156,6 +156,7 @@ async def test_what_is_not_understood_passes_untouched_and_is_counted(stage: Sta
     counted = Counter[str]()
     for body, reason in [
         ({"text": "x", "image_data": ["aGk="]}, "beyond_text"),
+        ({"text": ["x", "y"], "image_data": [[], ["aGk="]]}, "beyond_text"),
         ({"input_embeds": [[0.5]]}, "beyond_text"),
         ({"text": "x", "input_ids": [1]}, "text_and_ids"),
         ({"sampling_params": {}}, "no_prompt"),

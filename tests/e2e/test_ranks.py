@@ -13,7 +13,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from tests.support import http
-from tests.support.fleet import JSON, posting
+from tests.support.fleet import JSON, post, posting
 from tests.support.http import Pairs, RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
@@ -171,6 +171,19 @@ async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
         assert b"dp_rank" not in worker.log.at(path)[-1].body
         assert worker.log.at(path)[-1].header("x-data-parallel-rank") is None
         assert [unit.rank for unit in record.units] == [None]
+
+
+async def test_what_ran_when_ranks_changed_stays_counted() -> None:
+    async with one(RankDeafWorker) as (worker, router):
+        (record,) = router.pool
+        clients = [posting(router, **ROUTES["/generate"]) for _ in range(3)]
+        await until(lambda: worker.running == 3, "all generate")
+        await post(router, "/generate", text="Hi", sampling_params=SHORT)
+        await post(router, "/generate", text="Hi", sampling_params=SHORT)
+        assert record.rank_fault
+        assert (record.in_flight, router.pool.in_flight) == (3, 3)
+        await left(*clients)
+        await until(lambda: router.pool.in_flight == 0, "every lease is given back")
 
 
 async def out_of_turn(worker: SimulatedWorker) -> None:

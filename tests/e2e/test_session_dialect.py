@@ -219,6 +219,21 @@ async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, work
     assert worker.url in answer.json()["workers"]
 
 
+async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, worker: ScriptedWorker) -> None:
+    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
+    data, admin = ("Authorization", "Bearer data"), ("X-Api-Key", "admin")
+    for headers in ([], [data], [("Authorization", "Bearer wrong"), data]):
+        answer = await trial.ask("POST", "/v1/rollout/pause", {}, headers)
+        assert (answer.status, answer.error_type) == (401, "unauthorized"), headers
+    assert worker.requests == []
+    for headers in ([data, admin], [admin], [("Authorization", "Bearer admin")]):
+        assert (await trial.ask("POST", "/v1/rollout/pause", {}, headers)).status == 200
+    assert not any(b"admin" in request.head or b"Bearer" in request.head for request in worker.requests)
+    for path in ("/session/finalize", "/session/discard", "/trajectory/read"):
+        assert (await trial.ask("POST", path, {})).status == 401
+        assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
+
+
 # Odd requests, and what a restart leaves
 
 
