@@ -142,7 +142,7 @@ class RadixTreeMiddleware:
             exchange.routing.mark("read", mode="text", continues=None if before is None else before.rid)
             exchange.routing.mark("prompt", tokens=sum(map(len, ids)))
             until_answered.enter_context(deliveries.left_on(exchange))
-            rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
+            rollouts = until_answered.enter_context(self._rollouts.track(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0
             heartbeat = await until_answered.enter_async_context(Heartbeat(send, exchange, HeartbeatForm(), seconds))
             tap = AnswerTap(

@@ -64,7 +64,7 @@ from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
 from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
-from miles_router.shards.duty import Duty
+from miles_router.shards.role import ProcessRole
 from miles_router.state.store import StateStore
 
 #: The beginning of paths that a middleware may have opened by the administration key.
@@ -76,7 +76,7 @@ def create_app(
     *,
     args: Namespace | None = None,
     tokenizer: Any = None,
-    duty: Duty | None = None,
+    role: ProcessRole | None = None,
     owners: Owners | None = None,
 ) -> RouterApp:
     """Build a router as an ASGI app for any server. Its lifespan runs the health checks and the middlewares.
@@ -85,48 +85,48 @@ def create_app(
         config: all settings; None uses the defaults.
         args: the Namespace of a training framework, available to middlewares as `router.args`.
         tokenizer: replaces the checkpoint's tokenizer as `router.tokenizer`.
-        duty: the part of the router that this process does; None: all of it.
+        role: the part of the router that this process does; None: all of it.
         owners: finds the process that owns a session or text; None: this is the only process.
 
     Raises:
         ConfigError: a middleware cannot be loaded, or a worker URL is invalid.
     """
-    duty, owners = duty or Duty(), owners or Owners()
-    config = duty.config(config or RouterConfig())
+    role, owners = role or ProcessRole(), owners or Owners()
+    config = role.config(config or RouterConfig())
     loaded = load_middlewares(config.chain)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
     )
-    probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), duty.fan_out(upstream)
+    probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), role.fan_out(upstream)
     metrics, loop_delay = Metrics(), LoopDelay()
     metrics.register(clients)
     metrics.register(loop_delay)
     store = None
     if config.state_dir:
-        store = StateStore(Path(config.state_dir), config.state_sync, shared=duty.shares_state)
+        store = StateStore(Path(config.state_dir), config.state_sync, shared=role.shares_state)
     if store is not None:
-        store.slots = duty.slots
+        store.slots = role.slots
         metrics.register(StateStatistics(store))
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
-        lambda name: _pool(name, config, duty, upstream, probes, fan_out, metrics, store, args, tokenizer, owners),
+        lambda name: _pool(name, config, role, upstream, probes, fan_out, metrics, store, args, tokenizer, owners),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
-    for url in duty.first_workers(config):
-        pools.default.fleet.pool.expect(parse_worker_url(url))
+    for url in role.first_workers(config):
+        pools.default.fleet.pool.add_unreached(parse_worker_url(url))
     registrations = Registrations(store, pools)
-    admin = duty.admin(pools, registrations, _described(loaded))
-    routes, access_rules = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
+    admin = role.admin(pools, registrations, _described(loaded))
+    routes, access_rules = _own_routes(config, role, admin, ControlRoutes(pools), layers, stack)
     owners.backlog = clients.backlog
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
         metrics.register(numbers)
-    routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay)
+    routes.lifespan_context = _lifespan(layers, role, owners, pools, upstream, store, registrations, loop_delay)
     _register_metrics(router, layers)
     return RouterApp(
         config=config,
@@ -136,14 +136,14 @@ def create_app(
         stack=stack,
         layers=layers,
         clients=clients,
-        counts=duty.counts,
+        counts=role.serves_clients,
     )
 
 
 def _pool(
     name: str,
     config: RouterConfig,
-    duty: Duty,
+    role: ProcessRole,
     upstream: Upstream,
     probes: Probes,
     fan_out: FanOut,
@@ -159,23 +159,23 @@ def _pool(
     """
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
-    workers = duty.pool(
+    workers = role.pool(
         name,
         failure_threshold=config.health_check_failure_threshold,
         readmit=config.readmit,
         admission=config.admission,
     )
-    fleet = duty.fleet(
+    fleet = role.fleet(
         pool=workers,
         gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
-        questions=probes,
-        orders=fan_out,
+        probes=probes,
+        fan_out=fan_out,
     )
-    fleet.gate.lease = duty.lease
-    if store is not None and duty.checks:
-        fleet.keep = StandstillRow(store, name, fleet).keep
-    metrics.count(fleet, sends=duty.sends, decides=duty.checks)
+    fleet.gate.lease = role.lease
+    if store is not None and role.checks_health:
+        fleet.save_standstill = StandstillRow(store, name, fleet).save
+    metrics.count(fleet, sends=role.sends_requests, decides=role.checks_health)
     in_flight = InFlight(private=len(set(data_keys(config))) > 1)
     forwarder = Forwarder(
         fleet=fleet,
@@ -188,11 +188,11 @@ def _pool(
     health = HealthMonitor(
         fleet,
         probes,
-        duty.signs(name, upstream),
+        role.activity(name, upstream),
         interval=config.health_check_interval,
         deep_interval=config.deep_health_check_interval,
     )
-    control = duty.control(
+    control = role.control(
         name,
         fleet=fleet,
         fan_out=fan_out,
@@ -213,7 +213,7 @@ def _pool(
         tokenizer=tokenizer,
         owners=owners,
     )
-    is_paused = duty.is_paused(name, health)
+    is_paused = role.is_paused(name, health)
     innermost: ASGIApp = Proxy(
         forwarder,
         metrics,
@@ -237,7 +237,7 @@ def _pool(
             resume_lost=config.resume_on_worker_loss,
         )
         innermost = PartialRollouts(innermost, router.resume)
-    return ModelPool(name, router, innermost, health, lambda: _looking_after(duty, fleet, health, stalls, mover))
+    return ModelPool(name, router, innermost, health, lambda: _looking_after(role, fleet, health, stalls, mover))
 
 
 def policy_named(name: str) -> Policy:
@@ -261,13 +261,13 @@ def policy_named(name: str) -> Policy:
 
 @asynccontextmanager
 async def _looking_after(
-    duty: Duty, fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover
+    role: ProcessRole, fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover
 ) -> AsyncIterator[None]:
     async with AsyncExitStack() as running:
         running.push_async_callback(fleet.close)
-        if duty.checks:
+        if role.checks_health:
             await running.enter_async_context(health.running())
-        if duty.sends:
+        if role.sends_requests:
             await running.enter_async_context(stalls.running())
             await running.enter_async_context(mover.running())
         yield
@@ -275,7 +275,7 @@ async def _looking_after(
 
 def _own_routes(
     config: RouterConfig,
-    duty: Duty,
+    role: ProcessRole,
     admin: Admin,
     control_routes: ControlRoutes,
     layers: Iterable[ASGIApp],
@@ -293,8 +293,8 @@ def _own_routes(
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     groups = [
         [*admin.open_routes(), *added],
-        [*duty.routes(admin.guarded_routes()), *guarded],  # the process that gets a request answers a middleware's
-        duty.routes(control_routes.routes()),
+        [*role.routes(admin.guarded_routes()), *guarded],  # the process that gets a request answers a middleware's
+        role.routes(control_routes.routes()),
     ]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
     for name, paths, others in (
@@ -393,7 +393,7 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
 
 def _lifespan(
     layers: Iterable[ASGIApp],
-    duty: Duty,
+    role: ProcessRole,
     owners: Owners,
     pools: Pools,
     upstream: Upstream,
@@ -412,10 +412,10 @@ def _lifespan(
             await running.enter_async_context(loop_delay.running())
             if store is not None:
                 running.push_async_callback(store.close)
-            await duty.restore(registrations)
+            await role.restore(registrations)
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
-            await running.enter_async_context(duty.running(pools))
+            await running.enter_async_context(role.running(pools))
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

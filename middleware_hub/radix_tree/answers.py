@@ -231,7 +231,7 @@ class AnswerTap(Tap):
                 worker=routing.worker_url,
             )
             if entry is not None:
-                self._rollouts.recorded(generation, self._prompts[prompt], entry, answer["meta_info"])
+                self._rollouts.record_turn(generation, self._prompts[prompt], entry, answer["meta_info"])
             return entry
         except UnreadableAnswer as error:
             self._pass_unrecorded(error.reason, str(error))

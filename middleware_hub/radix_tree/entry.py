@@ -286,14 +286,14 @@ def unpacked_pieces(block: bytes, own: int, runs: Sequence[TokenRun], stop: int)
     """Return tokens `[0, stop)` of a block of `own` tokens."""
     tokens = np.frombuffer(block, IDS, own)
     pieces = []
-    begin, place = 0, 4 * own
+    begin, offset = 0, 4 * own
     for end, sampled, version in runs:
         if begin >= stop:
             break
         kept = min(end, stop)
-        logprobs = np.frombuffer(block, LOGPROBS, kept - begin, place) if sampled else None
+        logprobs = np.frombuffer(block, LOGPROBS, kept - begin, offset) if sampled else None
         pieces.append(Piece(tokens[begin:kept], logprobs, version))
-        place += 4 * (end - begin) if sampled else 0
+        offset += 4 * (end - begin) if sampled else 0
         begin = end
     return pieces
 

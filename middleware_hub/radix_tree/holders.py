@@ -49,7 +49,7 @@ class TextHolders:
         self._recorder = recorder
         self._owners = owners
 
-    async def held(self, texts: Sequence[str]) -> list[Held]:
+    async def look_up(self, texts: Sequence[str]) -> list[Held]:
         """Return what this process has of each text.
 
         Raises:
@@ -83,12 +83,12 @@ class TextHolders:
 
     async def ask(self, scope: Scope, texts: Sequence[str]) -> Answers:
         """Return what each process has of the texts. Raises the same errors as `require`, except Elsewhere."""
-        own: tuple[int | None, list[Held]] = (None, await self.held(texts))
+        own: tuple[int | None, list[Held]] = (None, await self.look_up(texts))
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]
         question = {**scope, "method": "POST", "raw_path": QUESTION, "query_string": b""}
-        told = await self._owners.answers_to(question, orjson.dumps({HOLDS: texts}))
-        return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, told, strict=True))]
+        replies = await self._owners.answers_to(question, orjson.dumps({HOLDS: texts}))
+        return [own, *((other, [Held(*each) for each in held]) for other, held in zip(others, replies, strict=True))]
 
     async def spellings(self, texts: Sequence[str]) -> list[Spellings]:
         """Return this process's generations with exactly these texts: ids, each with a digest of its tokens."""
@@ -110,18 +110,18 @@ class TextHolders:
         status, _, answer = await self._owners.ask(owner, scope, orjson.dumps({SPELLS: texts}))
         if status != 200:
             raise Unavailable(f"process {owner} of the router answered {status} about recorded texts")
-        told: list[Spellings] = orjson.loads(answer)
-        return told
+        replies: list[Spellings] = orjson.loads(answer)
+        return replies
 
 
-def best_process(answers: Answers, place: int) -> int | None:
-    """Return the process that has most of the text at index `place`; None for the asking process, also by default."""
-    return max(answers, key=lambda answer: answer[1][place])[0]
+def best_process(answers: Answers, index: int) -> int | None:
+    """Return the process that has most of the text at index `index`; None for the asking process, also by default."""
+    return max(answers, key=lambda answer: answer[1][index])[0]
 
 
-def other_processes_with(answers: Answers, place: int, owner: int | None) -> list[int | None]:
+def other_processes_with(answers: Answers, index: int, owner: int | None) -> list[int | None]:
     """Return the processes besides `owner` that have exactly this text."""
-    return [each for each, held in answers if each != owner and held[place].exact]
+    return [each for each, held in answers if each != owner and held[index].exact]
 
 
 def digest(tokens: Tokens) -> str:

@@ -73,7 +73,7 @@ class Retrieval:
                 found = await self._retrieve_many(request.scope, texts, pace, strict=strict)
             else:
                 found = [await self._retrieve_paced(text, pace, strict=strict) for text in texts]
-            self._rollouts.rewarded(found, [asked.get("reward")] if texts is None else asked.get("rewards") or ())
+            self._rollouts.record_rewards(found, [asked.get("reward")] if texts is None else asked.get("rewards") or ())
             if BINARY in request.headers.get("accept", ""):
                 write, media_type = partial(write_safetensors, found, many=texts is not None), BINARY
             else:
@@ -88,7 +88,7 @@ class Retrieval:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise BadRequest(f"{HOLDS} and {SPELLS} must be a list of texts")
         if HOLDS in asked:
-            return [[*each] for each in await self._holders.held(texts)]
+            return [[*each] for each in await self._holders.look_up(texts)]
         return await self._holders.spellings(texts)
 
     async def require(self, scope: Scope, text: str) -> None:
@@ -127,16 +127,16 @@ class Retrieval:
     async def _add_candidates(self, scope: Scope, answers: Answers, found: Sequence[Retrieved]) -> list[Retrieved]:
         """Add candidates: generations of other processes that have the same texts in other tokens."""
         asked: dict[int | None, list[int]] = {}
-        for place in range(len(found)):
-            for other in other_processes_with(answers, place, best_process(answers, place)):
-                asked.setdefault(other, []).append(place)
+        for index in range(len(found)):
+            for other in other_processes_with(answers, index, best_process(answers, index)):
+                asked.setdefault(other, []).append(index)
         works = [self._holders.spellings_of(scope, each, [found[n].text for n in asked[each]]) for each in asked]
         others: dict[int, list[str]] = {}
-        for places, told in zip(asked.values(), await asyncio.gather(*works), strict=True):
-            for place, spellings in zip(places, told, strict=True):
-                known = digest(found[place].tokens)
-                others.setdefault(place, []).extend(rid for rid, each in spellings if each != known)
-        ambiguous = sum(bool(rids) and not found[place].ambiguous for place, rids in others.items())
+        for indices, replies in zip(asked.values(), await asyncio.gather(*works), strict=True):
+            for index, spellings in zip(indices, replies, strict=True):
+                known = digest(found[index].tokens)
+                others.setdefault(index, []).extend(rid for rid, each in spellings if each != known)
+        ambiguous = sum(bool(rids) and not found[index].ambiguous for index, rids in others.items())
         self._cache.statistics.ambiguous += ambiguous
         return [replace(one, candidates=(*others.get(n, ()), *one.candidates)) for n, one in enumerate(found)]
 
@@ -146,18 +146,18 @@ class Retrieval:
 
     async def _retrieve_many(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
         found: dict[int, Retrieved] = {}
-        places: dict[int | None, list[int]] = {}
+        indices: dict[int | None, list[int]] = {}
         answers = await self._holders.ask(scope, texts)
-        for place in range(len(texts)):
-            places.setdefault(best_process(answers, place), []).append(place)
-        for owner, theirs in places.items():
+        for index in range(len(texts)):
+            indices.setdefault(best_process(answers, index), []).append(index)
+        for owner, theirs in indices.items():
             if owner is None:
-                each = [await self._retrieve_paced(texts[place], pace, strict=strict) for place in theirs]
+                each = [await self._retrieve_paced(texts[index], pace, strict=strict) for index in theirs]
             else:
-                body = orjson.dumps({"texts": [texts[place] for place in theirs], "strict": strict})
+                body = orjson.dumps({"texts": [texts[index] for index in theirs], "strict": strict})
                 each = await self._ask(owner, scope, body, many=True)
             found.update(zip(theirs, each, strict=True))
-        return await self._add_candidates(scope, answers, [found[place] for place in range(len(texts))])
+        return await self._add_candidates(scope, answers, [found[index] for index in range(len(texts))])
 
     async def _ask(self, owner: int, scope: Scope, body: bytes, *, many: bool) -> list[Retrieved]:
         status, _, answer = await self._owners.ask(owner, scope, body, accept=BINARY)
@@ -205,7 +205,7 @@ class Retrieval:
                 f"only {given.match.chars} of the text's {len(text)} characters are spelled by recorded tokens"
             )
         if given.match.entry is not None:
-            self._rollouts.read(given.match.entry, matched)
+            self._rollouts.count_trained(given.match.entry, matched)
         return Retrieved(given.trajectory, text, matched)
 
     def _by_rid(self, rid: str, text: str | None) -> Retrieved:
@@ -215,7 +215,7 @@ class Retrieval:
         shown = self._cache.text_of(entry)
         if text is not None and text != shown:
             raise BadRequest(f"generation {rid!r} has another text")
-        self._rollouts.read(entry, len(entry))
+        self._rollouts.count_trained(entry, len(entry))
         return _of_entry(entry, shown, entry.trajectory(), (rid,))
 
     def _newest(self, text: str, entries: list[Entry]) -> Retrieved:
@@ -225,7 +225,7 @@ class Retrieval:
         others = [each for each in entries[:-1] if not np.array_equal(each.trajectory().tokens, trajectory.tokens)]
         self._cache.statistics.ambiguous += bool(others)
         candidates = tuple(each.rid for each in (*others, newest))
-        self._rollouts.read(newest, len(newest))
+        self._rollouts.count_trained(newest, len(newest))
         return _of_entry(newest, text, trajectory, candidates)
 
 

@@ -103,9 +103,9 @@ class TextTree:
     def add(self, text: str, entry: Entry) -> None:
         """Add an entry at the end of its `text`, and at the end of its shown text."""
         end = self._ensure_node(text)
-        place = end if entry.shown_chars == len(text) else self._ensure_node(text[: entry.shown_chars])
+        shown_end = end if entry.shown_chars == len(text) else self._ensure_node(text[: entry.shown_chars])
         end.entries = _added(end.entries, entry)
-        place.shown_entries = _added(place.shown_entries, entry)
+        shown_end.shown_entries = _added(shown_end.shown_entries, entry)
         entry.node = end
         for node in end.path_to_root():
             if node.newest is not None and node.newest.serial > entry.serial:
@@ -116,16 +116,16 @@ class TextTree:
         """Remove an entry, and every node that only this entry needed."""
         end = entry.node
         assert end is not None
-        place = self.shown_node(entry)
-        place.shown_entries = _removed(place.shown_entries, entry)
+        shown_end = self.shown_node(entry)
+        shown_end.shown_entries = _removed(shown_end.shown_entries, entry)
         end.entries = _removed(end.entries, entry)
         entry.node = None
         for node in list(end.path_to_root()):
             if node.newest is entry:
                 node.newest = _newest(node)
         self._prune(end)
-        if place is not end:
-            self._prune(place)
+        if shown_end is not end:
+            self._prune(shown_end)
 
     def shown_node(self, entry: Entry) -> Node:
         """Return the node at the end of an entry's shown text: the entry's node or an ancestor of it."""
@@ -195,8 +195,8 @@ def _added(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
 
 
 def _removed(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
-    place = entries.index(entry)
-    return entries[:place] + entries[place + 1 :]
+    index = entries.index(entry)
+    return entries[:index] + entries[index + 1 :]
 
 
 def _newest(node: Node) -> Entry | None:

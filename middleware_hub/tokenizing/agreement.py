@@ -96,7 +96,7 @@ class TokenizerAgreement:
         if not self._differing:
             return
         snapshot, barred = self._router.pool.snapshot, self._barred()
-        if barred and snapshot.generating and not snapshot.left(barred, generates=True):
+        if barred and snapshot.generating and not snapshot.remaining(barred, generates=True):
             raise UpstreamError("; ".join(self._reasons(barred)))
 
     def _barred(self) -> Sequence[Worker]:
@@ -173,7 +173,7 @@ class TokenizerAgreement:
         if path is None:
             return NOT_FOUND, b""
         try:
-            return await self._router.fleet.questions.tokenize(worker, path, self._probe, key)
+            return await self._router.fleet.probes.tokenize(worker, path, self._probe, key)
         except RouterError as error:
             return 0, str(error).encode()
 

@@ -1,11 +1,11 @@
-"""The client library for rollout code and trainers. It talks to a router over HTTP and imports nothing of the
-server.
+"""The client library for rollout code and trainers. It talks to a router over HTTP and imports nothing of the server.
 
-RouterClient   generations, exact tokens, sessions, control of the fleet Session        one agent episode: `base_url`
-for the agent, `collect()` for the trainer Sample         exact tokens with loss mask, logprobs, weight versions, routed
-experts; checked rollouts       single_turn, multi_turn, agentic, group: to use, or to copy from errors         the
-exceptions, by what a caller would do about them dialects       the calls that the rollout code of training frameworks
-makes
+RouterClient   generations, exact tokens, sessions, control of the fleet
+Session        one agent episode: `base_url` for the agent, `collect()` for the trainer
+Sample         exact tokens with loss mask, logprobs, weight versions and routed experts; checked
+rollouts       single_turn, multi_turn, agentic, group: to use, or to copy from
+errors         the exceptions, by what a caller would do about them
+dialects       the calls that the rollout code of training frameworks makes
 """
 
 from miles_router.client.answers import Generation

@@ -47,15 +47,15 @@ class FleetControl:
         """Return the same control for the workers of one model, for a router with several."""
         return FleetControl(self._admin, model_id)
 
-    def _order(self, path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> Request:
-        asked = path if self._model_id is None else f"{path}?{urlencode({'model_id': self._model_id})}"
-        return _post(asked, fields, repeatable=repeatable)
+    def _control_request(self, path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> Request:
+        target = path if self._model_id is None else f"{path}?{urlencode({'model_id': self._model_id})}"
+        return _post(target, fields, repeatable=repeatable)
 
     async def control(self, path: str, **fields: Any) -> Any:
         """Send a `POST` to a control endpoint, for example `control("/load_lora_adapter", lora_name="a",
         lora_path="/a")`. Return the JSON of the reply, or its text if it is not JSON. A field that is None is left
         out."""
-        raw = await self._admin.bytes(self._order(path, fields))
+        raw = await self._admin.bytes(self._control_request(path, fields))
         try:
             return orjson.loads(raw) if raw else None
         except orjson.JSONDecodeError:
@@ -80,21 +80,21 @@ class FleetControl:
             await self.pause(mode)
         except BaseException as error:
             if not _nothing_is_paused(error):
-                await _to_its_end(self.continue_())
+                await _finish(self.continue_())
             raise
         try:
             yield
         finally:
-            await _to_its_end(self.continue_())
+            await _finish(self.continue_())
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating until `continue_()`; prefer `paused()`, which cannot forget it. Unlike in SGLang, the default
         aborts nothing: running generations are queued again, and go on after the pause."""
-        await self._admin.bytes(self._order("/pause_generation", {"mode": mode}, repeatable=True))
+        await self._admin.bytes(self._control_request("/pause_generation", {"mode": mode}, repeatable=True))
 
     async def continue_(self) -> None:
         """Generate again; harmless if nothing is paused."""
-        await self._admin.bytes(self._order("/continue_generation", {}, repeatable=True))
+        await self._admin.bytes(self._control_request("/continue_generation", {}, repeatable=True))
 
     async def update_weights_from_disk(
         self, model_path: str, *, weight_version: str | None = None, flush_cache: bool | None = None, **fields: Any
@@ -125,7 +125,7 @@ class FleetControl:
 
     async def abort(self, rid: str) -> None:
         """Abort generations whose id is `rid` or begins with it; they return with the output so far."""
-        await self._admin.bytes(self._order("/abort_request", {"rid": rid}, repeatable=True))
+        await self._admin.bytes(self._control_request("/abort_request", {"rid": rid}, repeatable=True))
 
     async def abort_group(self, group: str | int) -> None:
         """Abort the sessions and generations of a group (`X-Group-Id`)."""
@@ -139,7 +139,7 @@ class FleetControl:
 
     async def workers(self) -> list[WorkerInfo]:
         """Return every registered worker."""
-        return await self._admin.listed("/workers", "workers")
+        return await self._admin.get_list("/workers", "workers")
 
     async def add_worker(self, url: str, *, api_key: str | None = None, **attributes: Any) -> WorkerInfo:
         """Register a worker; harmless when repeated. Attributes, for example `labels`, are shown by the router;
@@ -177,15 +177,15 @@ def _nothing_is_paused(error: BaseException) -> bool:
     return refused or isinstance(error, (FanOutFailed, NotConnected))
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
     """Await `work` to its end; a cancellation is raised after that."""
     task = asyncio.ensure_future(work)
-    put_off: asyncio.CancelledError | None = None
+    cancellation: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
-            put_off = error
+            cancellation = error
     task.result()
-    if put_off is not None:
-        raise put_off
+    if cancellation is not None:
+        raise cancellation

@@ -123,7 +123,7 @@ BY_TYPE: Mapping[str, type[RouterClientError]] = {
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
+def convert_errors(path: str) -> Iterator[None]:
     """Convert errors of reading a reply into errors of the request to `path`.
 
     Raises:

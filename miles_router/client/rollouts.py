@@ -19,7 +19,7 @@ from uuid import uuid4
 import numpy as np
 
 from miles_router.client.answers import Generation
-from miles_router.client.errors import InvalidSample, reading
+from miles_router.client.errors import InvalidSample, convert_errors
 from miles_router.client.router_client import RouterClient
 from miles_router.tasks import together
 from miles_router.trajectory import Retrieved, Sample
@@ -58,10 +58,10 @@ async def single_turn(
     """
     require_finite({"reward": None if callable(reward) else reward, "label": label, "metadata": metadata})
     generation = await client.generate(prompt, sampling_params=sampling_params, **fields)
-    earned = await _judged(reward, generation)
-    exact = await _exact(client, prompt, generation, earned)
+    earned = await _compute_reward(reward, generation)
+    exact = await _retrieve_exact(client, prompt, generation, earned)
     carried = {"reward": earned, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
-    return _sample(exact, prompt, generation.prompt_tokens, generation.status, carried)
+    return _make_sample(exact, prompt, generation.prompt_tokens, generation.status, carried)
 
 
 async def multi_turn(
@@ -95,12 +95,12 @@ async def multi_turn(
         raise ValueError(f"max_turns must be at least 1, not {max_turns}")
     require_finite({"reward": None if callable(reward) else reward, "label": label, "metadata": metadata})
     key = uuid4().hex
-    text, given = prompt, 0
+    text, prompt_tokens = prompt, 0
     rids: list[str] = []
     for turn in range(max_turns):
         last = await client.generate(text, sampling_params=sampling_params, routing_key=key, **fields)
         sent, text = text, text + last.text
-        given = given or last.prompt_tokens
+        prompt_tokens = prompt_tokens or last.prompt_tokens
         rids.append(last.rid)
         status = last.status
         if status != "completed":
@@ -111,10 +111,10 @@ async def multi_turn(
         status = "truncated"
         if turn + 1 < max_turns:
             text += observed
-    earned = await _judged(reward, last)
-    exact = await _exact(client, sent, last, earned)
+    earned = await _compute_reward(reward, last)
+    exact = await _retrieve_exact(client, sent, last, earned)
     carried = {"reward": earned, "label": label, "metadata": {"rids": rids, **(metadata or {})}}
-    return _sample(exact, prompt, given, status, carried)
+    return _make_sample(exact, prompt, prompt_tokens, status, carried)
 
 
 async def agentic(
@@ -154,7 +154,7 @@ async def agentic(
     async with await client.create_session(session_id, metadata, contract) as session:
         keyed = {} if session.own_key is None else {"api_key": session.own_key}
         outcome = await agent(session.base_url, **keyed)
-        earned = await _judged(reward, outcome)
+        earned = await _compute_reward(reward, outcome)
         return await session.collect(
             max_seq_len=max_seq_len,
             branches=branches,
@@ -172,14 +172,14 @@ async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -
     their results; the first failure cancels the others and is raised."""
     made: dict[int, Result] = {}
 
-    async def one(place: int) -> None:
-        made[place] = await rollout()
+    async def one(index: int) -> None:
+        made[index] = await rollout()
 
-    await together([one(place) for place in range(size)], name="rollout")
-    return [made[place] for place in range(size)]
+    await together([one(index) for index in range(size)], name="rollout")
+    return [made[index] for index in range(size)]
 
 
-async def _judged(reward: Reward | Judge, outcome: Any) -> Reward:
+async def _compute_reward(reward: Reward | Judge, outcome: Any) -> Reward:
     """Return the reward, computed from the outcome if `reward` is a function.
 
     Raises:
@@ -193,7 +193,7 @@ async def _judged(reward: Reward | Judge, outcome: Any) -> Reward:
     return earned
 
 
-async def _exact(client: RouterClient, prompt: str, generation: Generation, reward: Reward) -> Retrieved:
+async def _retrieve_exact(client: RouterClient, prompt: str, generation: Generation, reward: Reward) -> Retrieved:
     """Return the tokens of the whole text up to the end of a generation.
 
     Raises:
@@ -202,20 +202,22 @@ async def _exact(client: RouterClient, prompt: str, generation: Generation, rewa
     whole = prompt + generation.text
     if not generation.output_ids:  # aborted before its first token: only the prompt remains
         return await client.retrieve(whole, strict=False)
-    told = float(reward) if isinstance(reward, (int, float)) else None
-    exact = await client.retrieve(whole, rid=generation.rid, reward=told)
+    known_reward = float(reward) if isinstance(reward, (int, float)) else None
+    exact = await client.retrieve(whole, rid=generation.rid, reward=known_reward)
     sampled = np.asarray(generation.output_ids)
-    place = slice(len(exact) - len(sampled), None)
-    if len(exact) < len(sampled) or (exact.tokens[place] != sampled).any() or not exact.loss_mask[place].all():
+    tail = slice(len(exact) - len(sampled), None)
+    if len(exact) < len(sampled) or (exact.tokens[tail] != sampled).any() or not exact.loss_mask[tail].all():
         raise InvalidSample(f"retrieved_as_generated: the tokens of {generation.rid} differ from the sampled ones")
     return exact
 
 
-def _sample(exact: Retrieved, prompt: str, prompt_tokens: int, status: Status, carried: Mapping[str, Any]) -> Sample:
+def _make_sample(
+    exact: Retrieved, prompt: str, prompt_tokens: int, status: Status, carried: Mapping[str, Any]
+) -> Sample:
     """Return the sample of a rollout. Its prompt is masked, even tokens in it that an earlier rollout sampled."""
     mask = exact.loss_mask.copy()
     mask[:prompt_tokens] = 0
-    with reading("/retrieve_from_text"):
+    with convert_errors("/retrieve_from_text"):
         return Sample(
             tokens=exact.tokens,
             loss_mask=mask,

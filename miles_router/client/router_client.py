@@ -11,7 +11,7 @@ import orjson
 
 from miles_router.client.answers import Generation
 from miles_router.client.control import FleetControl
-from miles_router.client.errors import ConnectionLost, InvalidReply, read_error, reading
+from miles_router.client.errors import ConnectionLost, InvalidReply, convert_errors, read_error
 from miles_router.client.session import EpisodeInfo, Session, SessionInfo, read_audit
 from miles_router.client.transport import DEFAULT_RETRIES, OwnerTransport, Pool, Request, Retries, Transport
 from miles_router.engines.events import DATA, DONE, EventReader
@@ -54,7 +54,7 @@ class RouterClient(FleetControl):
         max_connections: int = 4096,
         retries: Retries = DEFAULT_RETRIES,
     ) -> None:
-        self.base_url = _checked(base_url)
+        self.base_url = _check_base_url(base_url)
         self._api_key = api_key
         self._transport = Transport(Pool(self.base_url, api_key, timeout, connect_timeout, max_connections), retries)
         admin = Pool(self.base_url, admin_api_key or api_key, timeout, connect_timeout, max_connections=0)
@@ -97,7 +97,7 @@ class RouterClient(FleetControl):
             fields: further fields of SGLang's request, such as `return_logprob=True`.
         """
         body = _generate_body(text, input_ids, sampling_params, rid, fields)
-        return Generation.from_json(await self._transport.json(_generate(body, routing_key)))
+        return Generation.from_json(await self._transport.json(_generate_request(body, routing_key)))
 
     async def generate_stream(
         self,
@@ -120,13 +120,13 @@ class RouterClient(FleetControl):
             ErrorReply: the engine sent an error inside the stream.
         """
         body = {**_generate_body(text, input_ids, sampling_params, rid, fields), "stream": True}
-        async with self._transport.open(_generate(body, routing_key)) as response:
+        async with self._transport.open(_generate_request(body, routing_key)) as response:
             events = EventReader()
             async for chunk in response.content.iter_any():
                 for event in events.feed(chunk):
                     if event.startswith(DATA + DONE):
                         return
-                    yield _event(event)
+                    yield _parse_event(event)
         raise ConnectionLost("POST /generate: the stream ended without [DONE]")
 
     async def retrieve(
@@ -149,7 +149,7 @@ class RouterClient(FleetControl):
         body = {name: value for name, value in fields.items() if value is not None}
         request = Request("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
         data = await self._transport.bytes(request)
-        with reading("/retrieve_from_text"):
+        with convert_errors("/retrieve_from_text"):
             return read_safetensors(data)
 
     async def routed_experts(
@@ -200,7 +200,7 @@ class RouterClient(FleetControl):
     async def _rows(self, kind: str, **fields: object) -> ShapedRows:
         body = {"format": "safetensors", **{name: value for name, value in fields.items() if value is not None}}
         data = await self._transport.bytes(Request("POST", f"/{kind}", body, repeatable=True))
-        with reading(f"/{kind}"):
+        with convert_errors(f"/{kind}"):
             arrays, _ = unpack(data)
             if kind not in arrays:
                 raise Malformed(f"it has no {kind}")
@@ -242,13 +242,13 @@ class RouterClient(FleetControl):
 
     async def sessions(self) -> list[SessionInfo]:
         """Return the sessions that the router holds."""
-        return await self._transport.listed("/sessions", "sessions")
+        return await self._transport.get_list("/sessions", "sessions")
 
     # Episodes: sessions and text rollouts
 
     async def episodes(self) -> list[EpisodeInfo]:
         """Return the sessions and text rollouts that can be audited."""
-        return await self._transport.listed("/episodes", "episodes")
+        return await self._transport.get_list("/episodes", "episodes")
 
     async def audit(self, episode_id: str, *, limit: int = 8) -> dict[str, Any]:
         """Return a comparison of an episode's recorded tokens with what the engines compute for them now.
@@ -263,7 +263,7 @@ class RouterClient(FleetControl):
         return await read_audit(self._transport, f"/episodes/{quote(episode_id, safe='')}/audit", limit)
 
 
-def _checked(base_url: str) -> str:
+def _check_base_url(base_url: str) -> str:
     """Return the URL without a slash at its end.
 
     Raises:
@@ -295,11 +295,11 @@ def _generate_body(
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _generate(body: Mapping[str, Any], routing_key: str | None) -> Request:
+def _generate_request(body: Mapping[str, Any], routing_key: str | None) -> Request:
     return Request("POST", "/generate", body, {} if routing_key is None else {"X-SMG-Routing-Key": routing_key})
 
 
-def _event(event: bytes) -> Generation:
+def _parse_event(event: bytes) -> Generation:
     """Parse one event of a stream.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 from uuid import uuid4
 
-from miles_router.client.errors import InvalidReply, NotFound, RouterClientError, reading
+from miles_router.client.errors import InvalidReply, NotFound, RouterClientError, convert_errors
 from miles_router.client.transport import Request, Transport
 from miles_router.trajectory import Sample
 from miles_router.trajectory.sample import READERS, Format, Reward
@@ -186,7 +186,7 @@ class Session:
         }
         body = {name: value for name, value in fields.items() if value is not None}
         data = await self._transport.bytes(Request("POST", f"{self._path}/samples", body, repeatable=True))
-        with reading(f"{self._path}/samples"):
+        with convert_errors(f"{self._path}/samples"):
             return READERS[format](data)
 
     async def audit(self, *, limit: int = 8) -> dict[str, Any]:

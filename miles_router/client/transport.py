@@ -74,24 +74,24 @@ class RetryLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._said_at = -math.inf
-        self._unsaid = 0
+        self._logged_at = -math.inf
+        self._unlogged = 0
 
     def note(self, error: RouterClientError, delay: float) -> None:
         """Record that a request failed and is repeated in `delay` seconds."""
         now = self._clock()
-        if now - self._said_at < self.EVERY:
-            self._unsaid += 1
+        if now - self._logged_at < self.EVERY:
+            self._unlogged += 1
             return
-        more = f"; {self._unsaid} other retries since the last such line" if self._unsaid else ""
-        self._said_at, self._unsaid = now, 0
+        more = f"; {self._unlogged} other retries since the last such line" if self._unlogged else ""
+        self._logged_at, self._unlogged = now, 0
         logger.warning("%s; retrying in %.1f s%s", error, delay, more)
 
     def close(self) -> None:
         """Log the repetitions that were not logged yet."""
-        if self._unsaid:
-            logger.warning("retries since the last such line: %d", self._unsaid)
-        self._unsaid = 0
+        if self._unlogged:
+            logger.warning("retries since the last such line: %d", self._unlogged)
+        self._unlogged = 0
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Transport:
                 f"{request.method} {request.path} was answered with a body that is not JSON: {error}"
             ) from None
 
-    async def listed(self, path: str, name: str) -> list[Any]:
+    async def get_list(self, path: str, name: str) -> list[Any]:
         """Return the list `name` in the reply to a GET of `path`. Raises as `json` does."""
         answer = await self.json(Request("GET", path, repeatable=True))
         if not isinstance(answer, dict) or not isinstance(answer.get(name), list):
@@ -175,14 +175,14 @@ class Transport:
         Raises:
             RouterClientError: one of its subclasses, also for errors while the body is read.
         """
-        response = await self._reply(request)
+        response = await self._send_with_retries(request)
         try:
             with _client_errors(request):
                 yield response
         finally:
             response.close()  # after the whole body this does nothing: its connection is back in the pool
 
-    async def _reply(self, request: Request) -> aiohttp.ClientResponse:
+    async def _send_with_retries(self, request: Request) -> aiohttp.ClientResponse:
         failures = 0
         while True:
             try:
@@ -199,7 +199,7 @@ class Transport:
         headers = dict(request.headers)
         data = None
         if request.body is not None:
-            data = _written(request.body)
+            data = _encode_body(request.body)
             headers["Content-Type"] = "application/json"
         url = URL((base_url or self._pool.base_url) + request.path, encoded=True)
         with _client_errors(request):
@@ -248,7 +248,7 @@ class OwnerTransport(Transport):
         return await self._transport._attempt(request)
 
 
-def _written(body: Any) -> bytes:
+def _encode_body(body: Any) -> bytes:
     """Return a body as JSON.
 
     Raises:

@@ -21,24 +21,24 @@ async def abort(call: Call, name: str | None) -> list[Outcome]:
     concerned = await call.requests.abort(name)
     urls = urls_of(concerned) if name else set()
     workers = [worker for worker in call.fleet.pool if worker.url in urls] or call.workers()
-    inward = [_inward(call, worker, name, concerned) for worker in workers] if name else []
-    outcomes, *others = await asyncio.gather(call.ask(workers), *inward)
+    renamed = [_abort_renamed(call, worker, name, concerned) for worker in workers] if name else []
+    outcomes, *others = await asyncio.gather(call.ask(workers), *renamed)
     failed = {outcome.worker: outcome for each in others for outcome in each if not outcome.ok}
     return [failed.get(outcome.worker, outcome) for outcome in outcomes]
 
 
-async def _inward(call: Call, worker: Worker, name: str, concerned: Sequence[Aborted]) -> list[Outcome]:
+async def _abort_renamed(call: Call, worker: Worker, name: str, concerned: Sequence[Aborted]) -> list[Outcome]:
     """Abort the ids by which this worker knows the generations, where they differ from the client's id. The worker does
     not know `name` itself, so it does not match by that prefix; each of its own ids is aborted one by one."""
     there = [each for each in concerned if worker.url in each.urls]
     if not any(each.renamed for each in there):
         return []
-    names = {inward for each in there for inward in each.names}
-    return await asyncio.gather(*(_one(call, worker, inward) for inward in sorted(names - {name})))
+    names = {renamed for each in there for renamed in each.names}
+    return await asyncio.gather(*(_abort_one(call, worker, renamed) for renamed in sorted(names - {name})))
 
 
-async def _one(call: Call, worker: Worker, name: str) -> Outcome:
-    (outcome,) = await call.tell([worker], Abort(name))
+async def _abort_one(call: Call, worker: Worker, name: str) -> Outcome:
+    (outcome,) = await call.send_action([worker], Abort(name))
     return outcome
 
 
@@ -52,7 +52,7 @@ async def end_group(call: Call, group: str | int) -> list[Outcome]:
     orders = []
     for each in aborted:
         workers = [worker for url in each.urls if (worker := call.fleet.pool.find(url)) is not None]
-        orders += [_one(call, worker, name) for worker in workers for name in each.names]
+        orders += [_abort_one(call, worker, name) for worker in workers for name in each.names]
     outcomes = await asyncio.gather(*orders)
     for failure in failures:
         raise failure

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BRIEF = 5.0  # seconds a worker may take for a request that it answers at once or never
 #: Actions that depend on the flags with which an engine was started.
-OF_ALL = (Pause, Continue, Abort, AbortAll, Flush, Sleep)
+FLAG_DEPENDENT = (Pause, Continue, Abort, AbortAll, Flush, Sleep)
 #: The HTTP status of a refusal.
 REFUSED = 400
 #: The answer for a worker that succeeded with a translated request: its own answer is of another engine's form.
@@ -68,10 +68,10 @@ class Call:
             action = Abort("")  # ending a group aborts its generations
         for worker, engine in await self._engines(self.fleet.pool):
             try:
-                told = engine.pause_told(action) if isinstance(action, Pause) else action
-                self._spelled(engine, told)
-                if isinstance(told, OF_ALL):  # the engine has the route, but its flags may disable the action
-                    engine.order(told)
+                requested = engine.pause_told(action) if isinstance(action, Pause) else action
+                self._in_engine_form(engine, requested)
+                if isinstance(requested, FLAG_DEPENDENT):
+                    engine.order(requested)  # the engine has the route, but its flags may disable the action
             except CannotServe as error:
                 raise UnsupportedByEngine(f"{self.order.path}: {worker.url} ({engine.kind}): {error}") from None
 
@@ -80,23 +80,23 @@ class Call:
         asked = await self._engines(workers)
         return list(await asyncio.gather(*(self._ask_one(worker, engine) for worker, engine in asked)))
 
-    async def tell(self, workers: Collection[Worker], action: Action, *, brief: bool = False) -> list[Outcome]:
+    async def send_action(self, workers: Collection[Worker], action: Action, *, brief: bool = False) -> list[Outcome]:
         """Send an action of the router's own to these workers, in the form of each worker's engine. With `brief`, wait
         `BRIEF` seconds for each, else `QUICK`."""
         timeout, engines = BRIEF if brief else QUICK, [worker.engine or USUAL for worker in workers]
         orders = [outgoing_order(engine.order(action)) for engine in engines]
         asked = zip(workers, orders, strict=True)
         outcomes = await asyncio.gather(*(self.fan_out.ask_one(*each, timeout) for each in asked))
-        return [_heard(outcome, engine) for outcome, engine in zip(outcomes, engines, strict=True)]
+        return [_detect_refusal(outcome, engine) for outcome, engine in zip(outcomes, engines, strict=True)]
 
     async def _ask_one(self, worker: Worker, engine: Engine) -> Outcome:
-        spelled = self._spelled(engine, self.order.action)
-        outcome = _heard(await self.fan_out.ask_one(worker, spelled, self.timeout), engine)
+        spelled = self._in_engine_form(engine, self.order.action)
+        outcome = _detect_refusal(await self.fan_out.ask_one(worker, spelled, self.timeout), engine)
         if spelled is self.request or not outcome.ok:
             return outcome
         return replace(outcome, headers=[(b"content-type", JSON)], body=DONE)
 
-    def _spelled(self, engine: Engine, action: Action) -> Outgoing:
+    def _in_engine_form(self, engine: Engine, action: Action) -> Outgoing:
         if action == self.order.action and self.order.is_spelled_by(engine):
             return self.request
         return outgoing_order(engine.order(action))
@@ -111,7 +111,7 @@ class Call:
         return zip(known, engines, strict=True)
 
 
-def _heard(outcome: Outcome, engine: Engine) -> Outcome:
+def _detect_refusal(outcome: Outcome, engine: Engine) -> Outcome:
     """Return the outcome, with status 400 if its body is a refusal: some engines refuse with status 200."""
     return replace(outcome, status=REFUSED) if outcome.ok and engine.refused(outcome.body) else outcome
 

@@ -11,7 +11,7 @@ from typing import Any
 from miles_router.control.call import BRIEF, Call
 from miles_router.control.effects import effect_of
 from miles_router.control.engine_metrics import engine_metrics
-from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
+from miles_router.control.fan_out import FanOut, FleetAnswer, merge_outcomes, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
 from miles_router.engines.actions import Abort, Action, ChangeAdapter, Continue, NameVersion, Pause
@@ -49,14 +49,14 @@ class Control:
         self.requests = requests
         #: In a shard: sends control requests to the leader, and the leader's value of `may_silence`.
         self.relay: Callable[[str, Outgoing, str], Awaitable[FleetAnswer]] | None = None
-        self.told_may_silence = False
+        self.leader_may_silence = False
         #: The number of control requests sent: after a change, cached knowledge of the engines may be outdated.
         self.sent = 0
         self._fleet = fleet
         self._fan_out = fan_out
         self._health = health
         self._read_timeout = read_timeout
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._pausing = False  # a pause is being sent, and the fleet was neither paused nor asleep before
 
     @property
@@ -65,8 +65,8 @@ class Control:
         asleep (a weight update may run then that bypasses the router). While a first pause is being sent, this is
         False: engines answer then, and excusing a hanging one would make every pause fail."""
         if self.relay is not None:
-            return self.told_may_silence
-        return not self._pausing and (self._one_at_a_time.locked() or self._fleet.gate.deliberate)
+            return self.leader_may_silence
+        return not self._pausing and (self._lock.locked() or self._fleet.gate.closed_by_router)
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
         """Send one control request to every worker that it concerns.
@@ -82,7 +82,7 @@ class Control:
             return await self.relay(path, request, request_id)
         known = self.by_path[path]
         try:
-            order = ReadOrder.read(known, request.target, _object(request.body))
+            order = ReadOrder.read(known, request.target, _parse_object(request.body))
         except BadArguments as problem:
             raise BadRequest(str(problem)) from None
         action, effect = order.action, effect_of(order.action)
@@ -96,34 +96,34 @@ class Control:
             health=self._health,
         )
         async with (
-            nullcontext() if effect.beside_others else self._one_at_a_time,
-            self._fleet.membership if effect.holds_membership else nullcontext(),
+            nullcontext() if effect.concurrent else self._lock,
+            self._fleet.join_lock if effect.blocks_joins else nullcontext(),
         ):
             await call.check()
-            with self._noting_a_pause() if isinstance(action, Pause) else nullcontext():
+            with self._mark_pausing() if isinstance(action, Pause) else nullcontext():
                 try:
                     outcomes = await effect.run(call)
                 finally:
-                    if effect.holds_membership:
-                        await self.keep()
+                    if effect.blocks_joins:
+                        await self.save_standstill()
         self.sent += 1
-        answer = one_answer(outcomes, request_id)
+        answer = merge_outcomes(outcomes, request_id)
         adapter = action.name if isinstance(action, ChangeAdapter) else None
         if adapter is not None and len(adapter) <= MAX_ADAPTER_NAME and any(outcome.ok for outcome in outcomes):
             self._fleet.note_adapters([adapter])
         return answer
 
-    async def keep(self) -> None:
+    async def save_standstill(self) -> None:
         """Make durable whether the fleet is paused or asleep. A failure is only logged: after a restart, the router may
         then wait for a continue that was already sent."""
         try:
-            await self._fleet.keep()
+            await self._fleet.save_standstill()
         except StateError as error:
             logger.warning("standstill_not_kept", extra={"fields": {"reason": str(error)}})
 
     @contextmanager
-    def _noting_a_pause(self) -> Iterator[None]:
-        self._pausing = not self._fleet.gate.deliberate
+    def _mark_pausing(self) -> Iterator[None]:
+        self._pausing = not self._fleet.gate.closed_by_router
         try:
             yield
         finally:
@@ -132,29 +132,29 @@ class Control:
     async def pause(self, mode: str, request_id: str) -> FleetAnswer:
         """Pause the fleet in mode "abort", "retract" or "in_place". This and the following methods raise as `send`
         does."""
-        return await self._do(Pause(mode), request_id)
+        return await self._send_action(Pause(mode), request_id)
 
     async def go_on(self, request_id: str) -> FleetAnswer:
-        return await self._do(Continue(), request_id)
+        return await self._send_action(Continue(), request_id)
 
     async def abort(self, rid: str, request_id: str) -> FleetAnswer:
         """Abort a generation by the id that its client knows."""
-        return await self._do(Abort(rid), request_id)
+        return await self._send_action(Abort(rid), request_id)
 
     async def name_version(self, version: str, request_id: str) -> FleetAnswer:
         """Set the name of the weight version that the workers have."""
-        return await self._do(NameVersion(version), request_id)
+        return await self._send_action(NameVersion(version), request_id)
 
-    async def _do(self, action: Action, request_id: str) -> FleetAnswer:
+    async def _send_action(self, action: Action, request_id: str) -> FleetAnswer:
         order = USUAL.order(action)  # in the form in which clients send it
         return await self.send(order.target.partition(b"?")[0].decode(), outgoing_order(order), request_id)
 
     async def engine_metrics(self, workers: Iterable[Worker]) -> str:
         """Return these workers' metrics as one Prometheus text. Raises as `engine_metrics` does."""
-        return await engine_metrics(workers, self._fan_out.reading(), self._read_timeout)
+        return await engine_metrics(workers, self._fan_out.without_leadership(), self._read_timeout)
 
 
-def _object(body: bytes) -> Mapping[str, Any]:
+def _parse_object(body: bytes) -> Mapping[str, Any]:
     """Return the JSON object in a body; an empty one if the body is blank.
 
     Raises:

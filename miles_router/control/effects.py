@@ -32,35 +32,35 @@ class Effect:
 
     Attributes:
         run: sends the requests to the workers, and updates gate and pool by their answers.
-        holds_membership: no worker can join the fleet while the action runs.
-        beside_others: runs in parallel with other control requests; all others run one at a time.
+        blocks_joins: no worker can join the fleet while the action runs.
+        concurrent: runs in parallel with other control requests; all others run one at a time.
     """
 
     run: Callable[[Call], Awaitable[list[Outcome]]] = ask_all
-    holds_membership: bool = False
-    beside_others: bool = False
+    blocks_joins: bool = False
+    concurrent: bool = False
 
 
 def effect_of(action: Action) -> Effect:
     match action:
         case Pause():
-            return Effect(partial(standstill.pause, action=action), holds_membership=True)
+            return Effect(partial(standstill.pause, action=action), blocks_joins=True)
         case Continue():
-            return Effect(standstill.go_on, holds_membership=True)
+            return Effect(standstill.go_on, blocks_joins=True)
         case Sleep():
-            return Effect(partial(standstill.sleep, action=action), holds_membership=True)
+            return Effect(partial(standstill.sleep, action=action), blocks_joins=True)
         case Wake():
-            return Effect(partial(standstill.wake, action=action), holds_membership=True)
+            return Effect(partial(standstill.wake, action=action), blocks_joins=True)
         case Abort(name):
-            return Effect(partial(aborts.abort, name=name), beside_others=True)
+            return Effect(partial(aborts.abort, name=name), concurrent=True)
         case AbortAll():
-            return Effect(partial(aborts.abort, name=None), beside_others=True)
+            return Effect(partial(aborts.abort, name=None), concurrent=True)
         case EndGroup(group):
-            return Effect(partial(aborts.end_group, group=group), beside_others=True)
+            return Effect(partial(aborts.end_group, group=group), concurrent=True)
         case Flush():
             return Effect(weights.flush)
         case NameVersion(version):
-            return Effect(partial(weights.name, version=version))
+            return Effect(partial(weights.name_version, version=version))
         case Update():
             return Effect(partial(weights.update, action=action))
         case ChangeAdapter() | Other():

@@ -77,21 +77,21 @@ class FanOut:
     use.
 
     Args:
-        confirmed: waits until this process is known to be the leader, and returns False if it is not; None: there is
-            only this process.
-        is_certain: checked at each write: returns False if the confirmation has expired, as after this process was
+        confirm_leadership: waits until this process is known to be the leader, and returns False if it is not. None:
+            there is only this process.
+        is_sole_leader: checked at each write: returns False if the confirmation has expired, as after this process was
             suspended.
     """
 
     def __init__(
         self,
         upstream: Upstream,
-        confirmed: Callable[[], Awaitable[bool]] | None = None,
-        is_certain: Callable[[], bool] | None = None,
+        confirm_leadership: Callable[[], Awaitable[bool]] | None = None,
+        is_sole_leader: Callable[[], bool] | None = None,
     ) -> None:
         self._upstream = upstream
-        self._confirmed = confirmed
-        self._is_certain = is_certain
+        self._confirm_leadership = confirm_leadership
+        self._is_sole_leader = is_sole_leader
 
     async def ask(self, workers: Collection[Worker], request: Outgoing, timeout: float) -> list[Outcome]:
         """Send a request to each worker, and return the outcomes in the order of the workers. Each may take `timeout`
@@ -110,22 +110,22 @@ class FanOut:
         logger.warning("control_failed", extra={"fields": {"worker": worker.url, "reason": str(error)}})
         return Outcome(worker, 0, [], str(error).encode(), reachable=False)
 
-    async def obey(self, worker: Worker, order: Order) -> str | None:
+    async def send_order(self, worker: Worker, order: Order) -> str | None:
         """Send one order to a worker. Return None if it succeeded, else the worker's answer."""
         outcome = await self.ask_one(worker, outgoing_order(order), QUICK)
         return None if outcome.ok else outcome.body.decode(errors="replace")
 
-    def reading(self) -> FanOut:
+    def without_leadership(self) -> FanOut:
         """Return a fan-out for requests that change nothing at an engine: it does not need to be the leader."""
         return FanOut(self._upstream)
 
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
         fresh = not may_come_twice(request.method, request.target)
-        if self._confirmed is None:
+        if self._confirm_leadership is None:
             return await send(self._upstream, worker, request, slot=False, fresh=fresh)
-        while await self._confirmed():
+        while await self._confirm_leadership():
             with suppress(NotAdmitted):
-                return await send(self._upstream, worker, request, slot=False, admit=self._is_certain, fresh=fresh)
+                return await send(self._upstream, worker, request, slot=False, admit=self._is_sole_leader, fresh=fresh)
         raise UpstreamError("nothing was sent: this process may no longer be the leader")
 
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
@@ -149,7 +149,7 @@ def failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if not outcome.ok and not outcome.excused]
 
 
-def one_answer(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
+def merge_outcomes(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
     """Merge the outcomes: the workers' own answer if all are equal, else an answer that lists each worker."""
     answered = [outcome for outcome in outcomes if not outcome.excused]
     same = len({(outcome.status, outcome.body) for outcome in answered}) == 1
@@ -159,10 +159,10 @@ def one_answer(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
     if failures := failed(outcomes):
         error = PartlyFailed(f"these workers failed: {', '.join(outcome.worker.url for outcome in failures)}")
         return FleetAnswer(error.status, orjson.dumps({**error.body(request_id), "workers": workers}), JSON)
-    return FleetAnswer(200, orjson.dumps({**_agreed(answered), "workers": workers}), JSON)
+    return FleetAnswer(200, orjson.dumps({**_common_fields(answered), "workers": workers}), JSON)
 
 
-def _agreed(outcomes: Sequence[Outcome]) -> dict[str, object]:
+def _common_fields(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """Return the fields that are equal in all JSON answers, so that a client written for one worker finds them."""
     bodies = [outcome.describe()["body"] for outcome in outcomes]
     if not bodies or not all(isinstance(body, dict) for body in bodies):

@@ -130,7 +130,7 @@ class Probes:
         except UpstreamError:
             return False
 
-    async def moves(self, worker: Worker, patience: float) -> None:
+    async def wait_for_progress(self, worker: Worker, patience: float) -> None:
         """Return once the worker's engine has proved that it works, however long that takes.
 
         For half of `patience` (seconds) it is asked for its scheduler's state only, then also for a token: SGLang
@@ -153,7 +153,7 @@ class Probes:
                     return
             await asyncio.sleep(min(PAUSE, patience / 10))
 
-    async def sickness(self, worker: Worker) -> str | None:
+    async def deep_check_failure(self, worker: Worker) -> str | None:
         """Run the deep check, and return why it failed, or None.
 
         Raises:

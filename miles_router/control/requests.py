@@ -44,7 +44,7 @@ class Requests(Protocol):
         broken off, which ends its generation too."""
         ...
 
-    async def at(self, url: str) -> Collection[str]:
+    async def ids_at(self, url: str) -> Collection[str]:
         """Return the ids of the requests that run at the worker with this URL."""
         ...
 
@@ -72,15 +72,15 @@ class OwnRequests:
             found.append(Aborted(list(routing.urls), sorted(names), bool(routing.inward)))
         return found
 
-    async def places(self, rid: str) -> list[str | None]:
+    async def workers_with(self, rid: str) -> list[str | None]:
         """Return the URLs of the workers at which a request has exactly this id; None stands for requests without a
         worker yet."""
-        return list(await self.in_flight.places(rid))
+        return list(await self.in_flight.workers_with(rid))
 
     async def end_group(self, group: str | int) -> GroupEnd:
-        heard = await asyncio.gather(*map(_failing(group), self.group_listeners))
+        failures = await asyncio.gather(*map(_end_for_listener(group), self.group_listeners))
         found = []
-        members = self.in_flight.of_group(str(group).encode())
+        members = self.in_flight.in_group(str(group).encode())
         for exchange in members:
             exchange.routing.aborted = True
         self._gate.release(*(exchange.routing for exchange in members))
@@ -91,21 +91,21 @@ class OwnRequests:
                 found.append(Aborted(list(routing.urls), sorted(names)))
             elif routing.stop is not None:
                 routing.stop(Conflict(f"group {group!r} was aborted"))
-        return GroupEnd(found, [failure for failure in heard if failure is not None])
+        return GroupEnd(found, [failure for failure in failures if failure is not None])
 
-    async def at(self, url: str) -> set[str]:
-        return self.in_flight.at(url)
+    async def ids_at(self, url: str) -> set[str]:
+        return self.in_flight.ids_at(url)
 
 
-def _failing(group: str | int) -> Callable[[GroupListener], Awaitable[StateError | None]]:
-    async def tell(listener: GroupListener) -> StateError | None:
+def _end_for_listener(group: str | int) -> Callable[[GroupListener], Awaitable[StateError | None]]:
+    async def notify(listener: GroupListener) -> StateError | None:
         try:
             await listener(group)
         except StateError as error:  # the other listeners and requests must end too
             return error
         return None
 
-    return tell
+    return notify
 
 
 def urls_of(aborted: Sequence[Aborted]) -> set[str]:

@@ -28,21 +28,21 @@ from miles_router.forwarding.upstream import Upstream
 logger = logging.getLogger(__name__)
 
 #: The number of checks of a worker within the timeout.
-LOOKS = 12
+CHECKS = 12
 
 
 class _Silence:
     """The time for which a worker's engine has given no sign of life."""
 
     def __init__(self) -> None:
-        self.looks = 0  # checks in a row without a sign of life
-        self.beats = -1  # the worker's pulse at the last check
+        self.silent_checks = 0  # checks in a row without a sign of life
+        self.pieces = -1  # the worker's pulse at the last check
         self.paused = False  # by another program, when the worker was last asked
         self.question: asyncio.Task[None] | None = None
 
     def end(self) -> None:
         """Start counting from zero: there was a sign of life, or there is no reason to expect one."""
-        self.looks = 0
+        self.silent_checks = 0
         if self.question is not None:
             self.question.cancel()
             self.question = None
@@ -78,38 +78,38 @@ class StallWatch:
         if not self._timeout:
             yield
             return
-        looking = tasks.spawn(self._look_on(), name="stall watch")
+        watching = tasks.spawn(self._watch(), name="stall watch")
         try:
             yield
         finally:
-            await tasks.cancelled(looking)
+            await tasks.cancelled(watching)
             for silence in self._silences.values():
                 if silence.question is not None:
                     await tasks.cancelled(silence.question)
 
-    async def _look_on(self) -> None:
+    async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._timeout / LOOKS)
+            await asyncio.sleep(self._timeout / CHECKS)
             busy = self._pool.busy
             for worker in self._silences.keys() - busy:
                 self._silences.pop(worker).end()
             for worker in busy:
-                self._look(worker, self._silences.setdefault(worker, _Silence()))
+                self._check(worker, self._silences.setdefault(worker, _Silence()))
 
-    def _look(self, worker: Worker, silence: _Silence) -> None:
-        beats = worker.pulse.beats
-        heard, silence.beats = beats != silence.beats, beats
+    def _check(self, worker: Worker, silence: _Silence) -> None:
+        pieces = worker.pulse.pieces
+        has_new_pieces, silence.pieces = pieces != silence.pieces, pieces
         proved = silence.question is not None and silence.question.done()
-        if heard or proved or self._excused():
+        if has_new_pieces or proved or self._excused():
             silence.end()
             return
         if not self._upstream.is_awaiting(worker.address, worker.pulse):
             silence.end()
             return
-        silence.looks += 1
-        if silence.looks > LOOKS:
+        silence.silent_checks += 1
+        if silence.silent_checks > CHECKS:
             silence.end()
-            self._give_up(worker)
+            self._quarantine(worker)
         elif silence.question is None:
             silence.question = tasks.spawn(self._ask(worker, silence), name=f"ask engine {worker.url}")
 
@@ -120,9 +120,9 @@ class StallWatch:
             return
         silence.paused = await self._probes.is_paused(worker)
         if not silence.paused:
-            await self._probes.moves(worker, self._timeout)
+            await self._probes.wait_for_progress(worker, self._timeout)
 
-    def _give_up(self, worker: Worker) -> None:
+    def _quarantine(self, worker: Worker) -> None:
         """Quarantine the worker first, and then end its requests, so that retries go to other workers."""
         reason = f"stalled: its engine gave no sign of life for {self._timeout:g} s"
         self._pool.record_stall(worker, reason)

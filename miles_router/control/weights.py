@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 FLUSHED_LATER = b'{"success":true,"message":"The weights were updated, and the cache was flushed a moment later."}'
 
 
-async def name(call: Call, version: str) -> list[Outcome]:
+async def name_version(call: Call, version: str) -> list[Outcome]:
     """Set the name of the version of weights that the workers already have. No worker counts as outdated by it."""
     outcomes, _ = await _update(call, version, took=False)
     return outcomes
@@ -30,8 +30,8 @@ async def update(call: Call, action: Update) -> list[Outcome]:
     """Change the weights of all workers, after which an engine may flush its caches."""
     outcomes, changed = await _update(call, action.version, took=True)
     if action.flushes:
-        outcomes = await _flushed_later(call, outcomes, changed)
-        _flushed(outcomes)
+        outcomes = await _retry_flush(call, outcomes, changed)
+        _record_flushes(outcomes)
     return outcomes
 
 
@@ -44,24 +44,24 @@ async def _update(call: Call, version: str | None, *, took: bool) -> tuple[list[
     pool, workers = call.fleet.pool, call.workers()
     changed: list[Worker] = []
     with pool.changing_weights():
-        await call.fleet.everywhere()
+        await call.fleet.wait_until_applied()
         outcomes = await call.ask(workers)
         if version is not None:
             refused = [outcome.worker for outcome in outcomes if outcome.reachable and not outcome.ok]
             others = [worker for worker in refused if worker.weight_version != version]
-            changed = await _changed_all_the_same(call, others, version)
-    did = [outcome.worker for outcome in outcomes if outcome.ok] + changed
+            changed = await _updated_despite_refusal(call, others, version)
+    updated = [outcome.worker for outcome in outcomes if outcome.ok] + changed
     if version is not None:
-        pool.updated(did, version, took=took)
-    elif did:
-        pool.updated(did, None)
+        pool.record_update(updated, version, took=took)
+    elif updated:
+        pool.record_update(updated, None)
         missed = [worker.url for worker in pool if worker.missed_update]
         logger.warning("weights_without_version", extra={"fields": {"path": call.order.path, "missed_by": missed}})
     call.health.check_all()
     return outcomes, changed
 
 
-async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: str) -> list[Worker]:
+async def _updated_despite_refusal(call: Call, refused: Sequence[Worker], version: str) -> list[Worker]:
     """Return the workers that refused an update but sample with its version. SGLang 0.5.23 answers 400 if the weights
     have changed and the cache could not be flushed. It stamps the tokens with the new version, and reports the old one
     at `/model_info` until the version is set; that is done here."""
@@ -71,11 +71,11 @@ async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: 
         logger.warning(
             "refused_update_took_effect", extra={"fields": {"worker": worker.url, "weight_version": version}}
         )
-    told = await call.tell(changed, NameVersion(version), brief=True)
-    return [outcome.worker for outcome in told if outcome.ok]
+    replies = await call.send_action(changed, NameVersion(version), brief=True)
+    return [outcome.worker for outcome in replies if outcome.ok]
 
 
-async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[Worker]) -> list[Outcome]:
+async def _retry_flush(call: Call, outcomes: list[Outcome], changed: Sequence[Worker]) -> list[Outcome]:
     """Flush the caches of workers that applied an update but could not flush. Return the outcomes, with success for
     those that now flushed.
 
@@ -85,19 +85,19 @@ async def _flushed_later(call: Call, outcomes: list[Outcome], changed: Sequence[
     pause = call.fleet.pause
     if not changed or pause is None or pause.mode == "in_place":  # requests held in place block every flush
         return outcomes
-    told = await standstill.ask_to_flush(call, changed, partial(call.tell, action=Flush(), brief=True))
-    did = {outcome.worker for outcome in told if outcome.ok}
-    return [replace(each, status=200, body=FLUSHED_LATER) if each.worker in did else each for each in outcomes]
+    replies = await standstill.ask_to_flush(call, changed, partial(call.send_action, action=Flush(), brief=True))
+    updated = {outcome.worker for outcome in replies if outcome.ok}
+    return [replace(each, status=200, body=FLUSHED_LATER) if each.worker in updated else each for each in outcomes]
 
 
 async def flush(call: Call) -> list[Outcome]:
     """Flush the workers' caches, and note which are empty: they hold no entries of older weights."""
     outcomes = await standstill.flush(call)
-    _flushed(outcomes)
+    _record_flushes(outcomes)
     return outcomes
 
 
-def _flushed(outcomes: Iterable[Outcome]) -> None:
+def _record_flushes(outcomes: Iterable[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.ok:
-            outcome.worker.caches.flushed()
+            outcome.worker.caches.record_flush()

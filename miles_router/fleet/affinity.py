@@ -29,7 +29,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FIELD_NAME = re.compile(r"[ !#-\[\]-~]+")  # ASCII that JSON does not escape
 
 
-def names_problem(names: Iterable[str]) -> str | None:
+def invalid_name_reason(names: Iterable[str]) -> str | None:
     """Return why `names` are not valid header or field names, or None if they are."""
     for name in names:
         pattern, named = (_FIELD_NAME, name[len(BODY) :]) if name.startswith(BODY) else (_HEADER_NAME, name)
@@ -50,27 +50,27 @@ class Affinity:
         self._headers = [name.lower().encode("ascii") for name in given if not name.startswith(BODY)]
         self._fields = [Field(name[len(BODY) :]) for name in given if name.startswith(BODY)]
         #: Headers that name a conversation.
-        self.links = frozenset({ROUTING_KEY, SESSION_ID, *self._headers})
+        self.header_names = frozenset({ROUTING_KEY, SESSION_ID, *self._headers})
 
-    def named(self, path: str, headers: RawHeaders) -> str | None:
+    def key_from_headers(self, path: str, headers: RawHeaders) -> str | None:
         """Return the key from the headers or the path, or None."""
-        given = {name: value for name, value in reversed(headers) if name in self.links}
+        given = {name: value for name, value in reversed(headers) if name in self.header_names}
         found = given.get(ROUTING_KEY) or given.get(SESSION_ID)
         if not found and path.startswith(SESSION_PREFIX) and (session := path[len(SESSION_PREFIX) :].partition("/")[0]):
             return session[:MAX_KEY_LENGTH]
         found = found or next((given[name] for name in self._headers if given.get(name)), b"")
         return found[:MAX_KEY_LENGTH].decode("latin-1") or None
 
-    def looks_inside(self, path: str) -> bool:
+    def may_be_in_body(self, path: str) -> bool:
         """Return True if the body of a request to this path may contain a key."""
         return path in PATHS and bool(self._fields)
 
-    def in_body(self, path: str, body: bytes) -> str | None:
+    def key_from_body(self, path: str, body: bytes) -> str | None:
         """Return the key from a body field of an OpenAI or Anthropic request, or None, without parsing the body.
 
         A configured field counts at any depth; its first value that is a non-empty string is the key.
         """
-        if not self.looks_inside(path):
+        if not self.may_be_in_body(path):
             return None
         edges = body if len(body) <= 2 * EDGE else b"%b\n%b" % (body[:EDGE], body[-EDGE:])
         for field in self._fields:

@@ -18,13 +18,13 @@ MAX_VERSIONS = 1000
 _process = secrets.token_hex(4)  # keeps this router's keys apart from those of another one on the same workers
 _numbers = itertools.count(1)
 #: The distance between two numbers when several processes send, so that each has room for its own between them.
-APART = 1 << 64
+NUMBER_SPACING = 1 << 64
 
 
-def set_apart(after: int = 0) -> None:
-    """Make all further numbers multiples of `APART`, greater than `after`."""
+def space_numbers(after: int = 0) -> None:
+    """Make all further numbers multiples of `NUMBER_SPACING`, greater than `after`."""
     global _numbers
-    _numbers = itertools.count((after // APART + 1) * APART, APART)
+    _numbers = itertools.count((after // NUMBER_SPACING + 1) * NUMBER_SPACING, NUMBER_SPACING)
 
 
 def new_number() -> int:
@@ -39,13 +39,13 @@ class PrefixCaches:
         number: a new number if the worker may hold a cache of unknown weights, else 0.
     """
 
-    __slots__ = ("_changing", "_new_number", "_past", "_router", "_since", "number")
+    __slots__ = ("_is_changing", "_new_number", "_past", "_router", "_since", "number")
 
     def __init__(self, number: int = 0) -> None:
         #: The number of the present weights. A cache that was chosen under another number must be chosen again.
         self.number = number
         self._since = self.number  # the oldest cache that is still known
-        self._changing = False
+        self._is_changing = False
         #: The past weight versions, each with the number of the weights that followed.
         self._past: list[tuple[int, str | None]] = []
         self._new_number: Callable[[], int] = new_number
@@ -57,16 +57,16 @@ class PrefixCaches:
 
     def state(self) -> list[Any]:
         """Return the state that another process needs to choose the same caches."""
-        return [self._router, self.number, self._since, self._changing, self._past]
+        return [self._router, self.number, self._since, self._is_changing, self._past]
 
-    def follow(self, state: list[Any], own_number: Callable[[], int]) -> None:
+    def apply_state(self, state: list[Any], own_number: Callable[[], int]) -> None:
         """Adopt the state of another process, and choose the same caches from now on.
 
         Args:
             own_number: yields this process's own small numbers, for caches that no two generations may share. They are
                 added to the last number of the other process, so they stay below its next one.
         """
-        self._router, self.number, self._since, self._changing, past = state
+        self._router, self.number, self._since, self._is_changing, past = state
         self._past = [(number, version) for number, version in past]
         self._new_number = lambda: self.number + own_number()
 
@@ -79,27 +79,26 @@ class PrefixCaches:
             under_way: the change happens at an unknown moment from now on. Until the next call no two generations share
                 a cache.
         """
-        self.number, self._changing = number, under_way
+        self.number, self._is_changing = number, under_way
         if self._past and self._past[-1][1] == version:
             self._past.pop()
         self._past.append((self.number, version))
         if len(self._past) > MAX_VERSIONS:
             self._since, _ = self._past.pop(0)
 
-    def flushed(self) -> None:
-        """Record that the worker's caches were flushed."""
+    def record_flush(self) -> None:
         self._past.clear()
         self.number = self._since = 0
 
-    def choose(self, goes_on: int | None) -> int:
+    def choose(self, continued: int | None) -> int:
         """Return the number of the cache for a generation that is sent now.
 
         Args:
-            goes_on: the cache of the generation that this one continues, which is kept; None for a new generation.
+            continued: the cache of the generation that this one continues, which is kept; None for a new generation.
         """
-        if goes_on is not None and self._since <= goes_on < self.number:
-            return goes_on
-        return self._new_number() if self._changing else self.number
+        if continued is not None and self._since <= continued < self.number:
+            return continued
+        return self._new_number() if self._is_changing else self.number
 
     def versions(self, cache: int, now: str | None) -> list[str | None]:
         """Return the weight versions that may have filled a cache, oldest first; None for weights without a version.

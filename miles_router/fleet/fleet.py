@@ -17,7 +17,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.engines.models import possible_adapters
 from miles_router.errors import PartlyFailed, RouterError, UpstreamError, UpstreamUnreachable
-from miles_router.fleet.adapters import adapters_by
+from miles_router.fleet.adapters import current_adapters
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
@@ -41,26 +41,26 @@ MAX_NAMES, MAX_ADAPTERS = 64, 1024
 class Fleet:
     """The workers of one model, and everything the router does to all of them."""
 
-    def __init__(self, *, pool: WorkerPool, gate: Gate, policy: Policy, questions: Probes, orders: FanOut) -> None:
+    def __init__(self, *, pool: WorkerPool, gate: Gate, policy: Policy, probes: Probes, fan_out: FanOut) -> None:
         self.pool = pool
         self.gate = gate
         #: Held while a worker joins, and while the fleet is being paused, continued, put to sleep or woken.
-        self.membership = asyncio.Lock()
+        self.join_lock = asyncio.Lock()
         #: The router's own pause; None while there is none.
         self.pause: Pause | None = None
         self._policy = policy
-        self.questions = questions
-        self._orders = orders
+        self.probes = probes
+        self._fan_out = fan_out
         #: The memory parts that the fleet has released, and the orders that released or resumed them.
         self.released: set[str] = set()
         self.memory_orders: list[Order] = []
         self.slept: set[str] = set()  # the URLs of the workers that got these orders
         #: Saves the pause and sleep of the fleet to the state directory, if the router has one.
-        self.keep: Callable[[], Awaitable[None]] = _here
+        self.save_standstill: Callable[[], Awaitable[None]] = _return_at_once
         #: Set where another process decides: reports an observation `(what, worker, reason)` to that process.
         self.report: Callable[[str, Worker, str], None] | None = None
         #: Returns when every process that sends requests has applied the decisions of this one.
-        self.everywhere: Callable[[], Awaitable[None]] = _here
+        self.wait_until_applied: Callable[[], Awaitable[None]] = _return_at_once
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
         #: The names that engines gave their model, in order of appearance: a new checkpoint from disk changes the name.
         self.model_names: dict[str, None] = {}
@@ -70,15 +70,14 @@ class Fleet:
         self.adapter_names: dict[str, None] = {}
         #: Called with each worker whose facts have arrived: a new worker, or a new process at its address.
         self.facts_listeners: list[Callable[[Worker], None]] = []
-        self._heard_in: Snapshot | None = None  # the snapshot for which `_all_heard` was computed
-        self._all_heard = False
-        pool.listeners.append(self._changed)
+        self._reported_in: Snapshot | None = None  # the snapshot for which `_all_reported` was computed
+        self._all_reported = False
+        pool.listeners.append(self._handle_transition)
 
     # Leases
 
     @property
     def snapshot(self) -> Snapshot:
-        """The units that are routable now."""
         return self.pool.snapshot
 
     def lease(
@@ -116,7 +115,7 @@ class Fleet:
         self.pool.listeners.append(listener)
         return lambda: self.pool.listeners.remove(listener)
 
-    def _changed(self, transition: Transition) -> None:
+    def _handle_transition(self, transition: Transition) -> None:
         if self.report is not None:  # the deciding process logs it; admission needs the facts in this process too
             if transition.after is WorkerState.READY:
                 self.ask_for_facts(transition.worker)
@@ -140,62 +139,64 @@ class Fleet:
             PartlyFailed: it could not be paused or put to sleep.
             UpstreamUnreachable: the fleet is paused, and the worker does not report its kind of engine.
         """
-        newcomer = Worker(address, api_key=api_key)
+        new_worker = Worker(address, api_key=api_key)
         version = None
         if self.pool.weight_version is not None and not self._is_registered(address):
-            version = await self._version_of(newcomer)
-        async with self.membership:
-            await self._bring_along(newcomer)
+            version = await self._version_of(new_worker)
+        async with self.join_lock:
+            await self._match_fleet_state(new_worker)
             worker = self.pool.add(address, api_key=api_key, attributes=attributes, weight_version=version)
         if worker.asked:
             self.ask_for_facts(worker)  # a new key may permit more answers
         return worker
 
-    async def reach(self, worker: Worker, weight_version: str | None) -> None:
+    async def join_configured(self, worker: Worker, weight_version: str | None) -> None:
         """Make a configured worker routable that has answered for the first time. Pause it or put it to sleep first if
         the fleet is. Raises the errors of `join`."""
-        async with self.membership:
-            await self._bring_along(worker)
-            self.pool.reach(worker, None if self.pool.weight_version is None else weight_version)
+        async with self.join_lock:
+            await self._match_fleet_state(worker)
+            self.pool.make_ready(worker, None if self.pool.weight_version is None else weight_version)
 
     def _is_registered(self, address: WorkerUrl) -> bool:
         return any(each.url == address.url and each.state is not WorkerState.UNREACHED for each in self.pool)
 
-    async def _version_of(self, newcomer: Worker) -> str | None:
+    async def _version_of(self, new_worker: Worker) -> str | None:
         with suppress(UpstreamError):
-            return (await self.questions.liveness(newcomer)).weight_version
+            return (await self.probes.liveness(new_worker)).weight_version
         return None
 
-    async def _bring_along(self, newcomer: Worker) -> None:
+    async def _match_fleet_state(self, new_worker: Worker) -> None:
         """Pause a new worker, or put it to sleep, like the fleet: SGLang 0.5.23 crashes when told to resume memory that
         it never released. A registered worker already sleeps."""
         if self.pause is not None:
-            engine = await self.engine(newcomer)
-            await self._order(newcomer, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
-        if self.memory_orders and not self._is_registered(newcomer.address) and newcomer.url not in self.slept:
-            self.slept.add(newcomer.url)
+            engine = await self.engine(new_worker)
+            await self._send_order(new_worker, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
+        if self.memory_orders and not self._is_registered(new_worker.address) and new_worker.url not in self.slept:
+            self.slept.add(new_worker.url)
             try:
-                await self.keep()
+                await self.save_standstill()
                 for order in self.memory_orders:
-                    await self._order(newcomer, await self._spelled(newcomer, order), "the fleet is asleep")
+                    await self._send_order(
+                        new_worker, await self._translate_order(new_worker, order), "the fleet is asleep"
+                    )
             except RouterError:
-                self.slept.discard(newcomer.url)
+                self.slept.discard(new_worker.url)
                 raise
 
-    async def _spelled(self, newcomer: Worker, order: Order) -> Order:
+    async def _translate_order(self, new_worker: Worker, order: Order) -> Order:
         """Translate an order that the other workers got to the API of the new worker's engine."""
         read = ReadOrder.from_order(order, read_json)
         if read is None or read.is_common:
             return order
-        engine = await self.engine(newcomer)
+        engine = await self.engine(new_worker)
         try:
             return order if read.is_spelled_by(engine) else engine.order(read.action)
         except CannotServe as error:
-            raise PartlyFailed(f"the fleet is asleep, and {newcomer.url} cannot be put to sleep: {error}") from None
+            raise PartlyFailed(f"the fleet is asleep, and {new_worker.url} cannot be put to sleep: {error}") from None
 
-    async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
-        if (refusal := await self._orders.obey(newcomer, order)) is not None:
-            raise PartlyFailed(f"{why}, and the same order failed on {newcomer.url}: {refusal}")
+    async def _send_order(self, new_worker: Worker, order: Order, why: str) -> None:
+        if (refusal := await self._fan_out.send_order(new_worker, order)) is not None:
+            raise PartlyFailed(f"{why}, and the same order failed on {new_worker.url}: {refusal}")
 
     # Pause and sleep of the whole fleet
 
@@ -204,7 +205,7 @@ class Fleet:
         self.pause = pause
         self.gate.pause(pause.mode)
 
-    def keep_pause(self, before: Pause) -> None:
+    def restore_pause(self, before: Pause) -> None:
         """Restore the first pause after a second one failed."""
         self.pause = before
         self.gate.mode = before.mode
@@ -229,7 +230,7 @@ class Fleet:
         self.released -= set(parts) or self.released
         self.memory_orders.append(order)
 
-    def wake_if_whole(self) -> None:
+    def wake_if_all_resumed(self) -> None:
         """Open the gate once no memory part is released: trainers resume weights, update them, then resume the rest."""
         if not self.released:
             self.memory_orders.clear()
@@ -252,10 +253,10 @@ class Fleet:
         return Facts() if worker is None else await self._facts_of(worker)
 
     async def _facts_of(self, worker: Worker) -> Facts:
-        known = self._known(worker)
+        known = self._known_facts(worker)
         if known is not None:
             return known
-        self._ask_soon(worker)
+        self._start_asking(worker)
         asking = self._asking[worker]
         await asyncio.wait({asking})
         return Facts() if asking.cancelled() else asking.result()
@@ -269,7 +270,7 @@ class Fleet:
         Raises:
             UpstreamUnreachable: the worker answers but does not report its kind.
         """
-        if worker.engine is not None and (not worker.engine.translates or self._known(worker) is not None):
+        if worker.engine is not None and (not worker.engine.translates or self._known_facts(worker) is not None):
             return worker.engine
         facts = await self._facts_of(worker)
         if worker.engine is None and facts.model_path is not None:
@@ -286,16 +287,16 @@ class Fleet:
         worker = self.pool.find(url)
         return None if worker is None else await self._version_of(worker)
 
-    def note_heard(self) -> None:
-        """Recompute `heard` at its next use."""
-        self._heard_in = None
+    def invalidate_reported(self) -> None:
+        """Recompute `all_reported` at its next use."""
+        self._reported_in = None
 
     @property
-    def heard(self) -> bool:
+    def all_reported(self) -> bool:
         """Whether all workers that answer have reported whether they apply adapters."""
-        if self._heard_in is not self.pool.snapshot:
-            self._all_heard, self._heard_in = all(map(self._has_said, self.alive)), self.pool.snapshot
-        return self._all_heard
+        if self._reported_in is not self.pool.snapshot:
+            self._all_reported, self._reported_in = all(map(self._has_reported, self.alive)), self.pool.snapshot
+        return self._all_reported
 
     @property
     def alive(self) -> list[Worker]:
@@ -305,11 +306,11 @@ class Fleet:
     @property
     def applies_none(self) -> bool:
         """Whether no worker that answers applies adapters. Workers that refuse the question count as applying none."""
-        untold = any(worker.adapters is None and not worker.withholds for worker in self.alive)
-        return not self.applies_adapters and not untold
+        unreported = any(worker.adapters is None and not worker.withholds_adapters for worker in self.alive)
+        return not self.applies_adapters and not unreported
 
-    def _has_said(self, worker: Worker) -> bool:
-        known = self._known(worker)
+    def _has_reported(self, worker: Worker) -> bool:
+        known = self._known_facts(worker)
         return worker.applies_adapters is not None or (known is not None and known.lora is not None)
 
     def note_applies(self, worker: Worker, applies: bool | None, adapters: frozenset[str] | None) -> None:
@@ -317,12 +318,12 @@ class Fleet:
         worker.applies_adapters, worker.adapters = applies, adapters
         self.applies_adapters = self.applies_adapters or applies is True
         self.note_adapters(adapters or ())
-        self.note_heard()
+        self.invalidate_reported()
 
     async def all_facts(self) -> list[Facts]:
         """Return the facts of each routable worker, for decisions before a worker is chosen."""
         routable = self.pool.routable
-        known = [facts for worker in routable if (facts := self._known(worker)) is not None]
+        known = [facts for worker in routable if (facts := self._known_facts(worker)) is not None]
         if len(known) == len(routable):  # the usual case, which needs no tasks
             return known
         return list(await asyncio.gather(*(self.facts(worker.url) for worker in routable)))
@@ -330,33 +331,33 @@ class Fleet:
     def known_facts(self, url: str) -> Facts:
         """Return the facts of the engine at a worker's URL without asking it; empty facts if they are not known."""
         worker = self.pool.find(url)
-        return (self._known(worker) if worker is not None else None) or Facts()
+        return (self._known_facts(worker) if worker is not None else None) or Facts()
 
     def ask_for_facts(self, worker: Worker) -> None:
         """Ask a worker for its facts in the background, unless they are known."""
-        if self._known(worker) is None:
-            self._ask_soon(worker)
+        if self._known_facts(worker) is None:
+            self._start_asking(worker)
 
-    def said(self, worker: Worker, facts: Facts) -> None:
+    def forget_if_contradicted(self, worker: Worker, facts: Facts) -> None:
         """Forget a worker's engine if newly reported facts contradict the known ones: another process answers there, or
         it has another model."""
         if worker.facts is not None and worker.facts.contradicts(facts):
             worker.forget_engine()
-            self.note_heard()
+            self.invalidate_reported()
 
-    def _known(self, worker: Worker) -> Facts | None:
-        process = self.questions.process(worker)
+    def _known_facts(self, worker: Worker) -> Facts | None:
+        process = self.probes.process(worker)
         return worker.facts if process is not None and worker.facts_of == process else None
 
-    def _ask_soon(self, worker: Worker) -> None:
+    def _start_asking(self, worker: Worker) -> None:
         if worker not in self._asking:
-            asking = tasks.spawn(self._ask(worker), name=f"probe facts {worker.url}")
+            asking = tasks.spawn(self._ask_facts(worker), name=f"probe facts {worker.url}")
             self._asking[worker] = asking
             asking.add_done_callback(lambda _: self._asking.pop(worker, None))
 
-    async def _ask(self, worker: Worker) -> Facts:
-        facts, process = await self.questions.facts(worker)
-        adapters = await adapters_by(self.questions, facts, worker)
+    async def _ask_facts(self, worker: Worker) -> Facts:
+        facts, process = await self.probes.facts(worker)
+        adapters = await current_adapters(self.probes, facts, worker)
         worker.engine = facts.engine or worker.engine
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
         self.note_applies(worker, facts.lora, adapters)
@@ -368,7 +369,7 @@ class Fleet:
             if facts.lacks and facts.lacks != before.lacks:
                 logger.warning("worker_lacks", extra={"fields": {"worker": worker.url, "lacks": [*facts.lacks]}})
             worker.facts, worker.facts_of = facts.after(before), process
-            self._count_on_ranks(worker, worker.facts)
+            self._update_ranks(worker, worker.facts)
             self._note_names(worker.facts)
             for listener in self.facts_listeners:
                 listener(worker)
@@ -395,7 +396,7 @@ class Fleet:
         """
         return next((name for name in possible_adapters(model) if name in self.adapter_names), None)
 
-    def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
+    def _update_ranks(self, worker: Worker, facts: Facts) -> None:
         """Count requests on each rank of the engine, unless this engine process has ignored the rank of a request."""
         if self.report is not None and worker.rank_fault is not None:  # another router process has observed it
             facts.learned(RankFault).reason = worker.rank_fault
@@ -403,7 +404,7 @@ class Fleet:
         if self.pool.set_ranks(worker, 1 if fault else (worker.engine or USUAL).ranks(facts), fault):
             logger.info("worker_ranks", extra={"fields": {"worker": worker.url, "ranks": len(worker.units)}})
 
-    def rank_ignored(self, unit: Unit, reason: str) -> None:
+    def record_ignored_rank(self, unit: Unit, reason: str) -> None:
         """Record that an engine ignored the rank of a request: it counts as one unit until its process changes."""
         if not unit.retired:
             if self.report is not None:
@@ -416,7 +417,7 @@ class Fleet:
             return
         worker.facts.learned(RankFault).reason = reason
         logger.warning("rank_ignored", extra={"fields": {"worker": worker.url, "reason": reason}})
-        self._count_on_ranks(worker, worker.facts)
+        self._update_ranks(worker, worker.facts)
 
     async def close(self) -> None:
         """Cancel the questions that are under way."""
@@ -424,5 +425,5 @@ class Fleet:
             await tasks.cancelled(asking)
 
 
-async def _here() -> None:
+async def _return_at_once() -> None:
     """Do nothing, in a router of one process without a state directory."""

@@ -70,10 +70,10 @@ class Gate:
         self.paused_since: float | None = None
         self.asleep_since: float | None = None
         self.workers_paused_since: float | None = None
-        #: Pauses by the router since the start,
+        #: Pauses by the router since the start.
         self.pauses = 0
-        #: and those in mode "abort". If this changes while a generation runs, the generation was cut.
-        self.cuts = 0
+        #: Those of them in mode "abort". If this changes while a generation runs, the generation was cut.
+        self.aborting_pauses = 0
         #: The last times it was closed that have ended, however short.
         self.past: deque[ClosedTime] = deque(maxlen=REMEMBERED)
         #: Called with the seconds of each wait that has ended.
@@ -90,7 +90,7 @@ class Gate:
     @property
     def closed(self) -> bool:
         """Whether generations must wait now; checked before each write to a worker."""
-        return self._closed or (self.lease is not None and not self.lease.is_fresh)
+        return self._closed or (self.lease is not None and not self.lease.may_act)
 
     @property
     def held(self) -> int:
@@ -98,20 +98,19 @@ class Gate:
         return len(self._held) + len(self.queue)
 
     @property
-    def deliberate(self) -> bool:
+    def closed_by_router(self) -> bool:
         """Whether the router itself stopped the fleet, so that a silent worker is not an unhealthy one."""
         return self.paused_since is not None or self.asleep_since is not None
 
     def pause(self, mode: str) -> None:
         """Close the gate for a pause of the fleet."""
         self.pauses += 1
-        self.cuts += mode == "abort"
+        self.aborting_pauses += mode == "abort"
         self.mode, self.paused_since = mode, self.paused_since or self._now()
         self.update()
 
     def resume(self) -> None:
-        """Record the end of the pause."""
-        self._over(PAUSED, self.paused_since)
+        self._record_closed_time(PAUSED, self.paused_since)
         self.mode, self.paused_since = None, None
         self.update()
 
@@ -122,14 +121,14 @@ class Gate:
 
     def wake(self) -> None:
         """Record that the fleet's memory is allocated again."""
-        self._over(ASLEEP, self.asleep_since)
+        self._record_closed_time(ASLEEP, self.asleep_since)
         self.asleep_since = None
         self.update()
 
     def workers_paused(self, paused: bool) -> None:
         """Set whether another program has paused all workers that answer."""
         if not paused:
-            self._over(WORKERS_PAUSED, self.workers_paused_since)
+            self._record_closed_time(WORKERS_PAUSED, self.workers_paused_since)
         self.workers_paused_since = (self.workers_paused_since or self._now()) if paused else None
         self.update()
 
@@ -138,7 +137,7 @@ class Gate:
         now = ((PAUSED, self.paused_since), (ASLEEP, self.asleep_since), (WORKERS_PAUSED, self.workers_paused_since))
         return [*self.past, *(self._closed_time(reason, since, None) for reason, since in now if since is not None)]
 
-    def _over(self, reason: str, since: float | None) -> None:
+    def _record_closed_time(self, reason: str, since: float | None) -> None:
         if since is not None:
             self.past.append(self._closed_time(reason, since, self._now()))
 
@@ -147,7 +146,7 @@ class Gate:
 
     def update(self) -> None:
         """Recompute whether the gate is closed, and let the waiting requests through if it is open."""
-        self._closed = self.deliberate or self.workers_paused_since is not None
+        self._closed = self.closed_by_router or self.workers_paused_since is not None
         if self._held and not self.closed:
             held, self._held = self._held, {}
             for waiting, _ in sorted(held.items(), key=lambda each: each[1].number):
@@ -158,57 +157,56 @@ class Gate:
         """Return True if a generation may be written to a worker now."""
         return not self.closed
 
-    async def wait(self, who: Routing, came_at: float | None = None) -> None:
+    async def wait(self, request: Routing, arrived_at: float | None = None) -> None:
         """Wait until the gate is open, or until the request is aborted and released.
 
         Args:
-            who: the request.
-            came_at: when its wait began, in the event loop's time; None for now.
+            arrived_at: when its wait began, in the event loop's time; None for now.
 
         Raises:
             FleetPaused: too many requests wait already, or this one has waited for too long.
             Unavailable: this shard's right to send has expired.
         """
-        if not self.closed or who.aborted:
+        if not self.closed or request.aborted:
             return
-        came_at = asyncio.get_running_loop().time() if came_at is None else came_at
-        with self.waiting(who, "gate"):
-            while self.closed and not who.aborted:
-                await self._hold(who, came_at)
+        arrived_at = asyncio.get_running_loop().time() if arrived_at is None else arrived_at
+        with self.waiting(request, "gate"):
+            while self.closed and not request.aborted:
+                await self._wait_once(request, arrived_at)
 
     @contextmanager
-    def waiting(self, who: Routing, name: str) -> Iterator[None]:
-        """Count the time within this context as waiting time of `who`: at the `gate`, or in the `queue` for room."""
+    def waiting(self, request: Routing, name: str) -> Iterator[None]:
+        """Count the time within this context as waiting time of a request: at the `gate`, or in the `queue`."""
         clock = asyncio.get_running_loop().time
-        who.waits, since = who.waits + 1, clock()
+        request.waits, since = request.waits + 1, clock()
         try:
             yield
         finally:
-            who.waits, seconds = who.waits - 1, clock() - since
-            who.waited += seconds
-            who.mark(name, seconds=seconds)
+            request.waits, seconds = request.waits - 1, clock() - since
+            request.waited += seconds
+            request.mark(name, seconds=seconds)
             self.when_waited(seconds)
 
-    async def _hold(self, who: Routing, came_at: float) -> None:
+    async def _wait_once(self, request: Routing, arrived_at: float) -> None:
         """Wait for the next change of the gate, an abort, or the timeout."""
         if self.lease is not None:
             self.lease.check()
         loop = asyncio.get_running_loop()
         if len(self._held) >= self._max_held:
             raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
-        left = came_at + self._timeout - loop.time() if self._timeout else None
+        left = arrived_at + self._timeout - loop.time() if self._timeout else None
         if left is not None and left <= 0:
             raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
         waiting: asyncio.Future[None] = loop.create_future()
-        self._held[waiting] = who
+        self._held[waiting] = request
         try:
             await asyncio.wait({waiting}, timeout=left)
         finally:
             self._held.pop(waiting, None)
 
-    def release(self, *those: Routing) -> None:
+    def release(self, *requests: Routing) -> None:
         """Let aborted requests continue though the gate is closed or there is no room; they will not generate."""
-        aborted = {*those}
+        aborted = {*requests}
         for waiting in [waiting for waiting, holder in self._held.items() if holder in aborted]:
             del self._held[waiting]
             if not waiting.done():

@@ -43,7 +43,7 @@ class InFlight:
         self._bodies: dict[Exchange, bytes] = {}
         self._holders: dict[Exchange, int] = {}
         #: `rid` of each abort that the router itself sends to a worker, by a future that is done when the abort is.
-        self.orders: dict[asyncio.Future[None], str] = {}
+        self.pending_aborts: dict[asyncio.Future[None], str] = {}
 
     def __len__(self) -> int:
         return len(self._bodies)
@@ -60,26 +60,26 @@ class InFlight:
             del self._holders[exchange], self._bodies[exchange]
 
     @contextmanager
-    def ordered(self, rid: str) -> Iterator[None]:
+    def sending_abort(self, rid: str) -> Iterator[None]:
         """Hold back new generations that an abort of `rid` would match, while the router sends that abort."""
         over = asyncio.get_running_loop().create_future()
-        self.orders[over] = rid
+        self.pending_aborts[over] = rid
         try:
             yield
         finally:
-            del self.orders[over]
+            del self.pending_aborts[over]
             over.set_result(None)
 
-    async def past_orders(self, body: bytes) -> None:
+    async def wait_for_aborts(self, body: bytes) -> None:
         """Wait until no abort of the router is under way that could match a generation of this body."""
         pace, seen = Pace(), set[asyncio.Future[None]]()
-        while new := {over: rid for over, rid in self.orders.items() if over not in seen}:
+        while new := {over: rid for over, rid in self.pending_aborts.items() if over not in seen}:
             seen |= new.keys()
             for over, rid in new.items():
-                if not over.done() and await _may_name(body, rid, pace):
+                if not over.done() and await _may_contain_id(body, rid, pace):
                     await asyncio.wait({over})
 
-    def at(self, url: str) -> set[str]:
+    def ids_at(self, url: str) -> set[str]:
         """Return the request ids of the requests at the worker with this URL."""
         return {exchange.request_id for exchange in self._bodies if url in exchange.routing.urls}
 
@@ -87,13 +87,13 @@ class InFlight:
         """Return all exchanges in flight with the bodies that are sent, oldest first."""
         return self._bodies.items()
 
-    async def named(self, rid: str, url: str) -> set[Exchange]:
+    async def matching(self, rid: str, url: str) -> set[Exchange]:
         """Return the exchanges that the worker at `url` would abort: an id the worker knows begins with `rid`."""
         pace, found = Pace(), set()
         for exchange, body in list(self._bodies.items()):
             if exchange.routing.worker_url != url:
                 continue
-            given = _given(exchange, body) if await _may_name(body, rid, pace) else set()
+            given = _body_ids(exchange, body) if await _may_contain_id(body, rid, pace) else set()
             if any(each.startswith(rid) for each in exchange.routing.rids | given):
                 found.add(exchange)
             await pace.step()
@@ -116,33 +116,33 @@ class InFlight:
             For each matched request, the client's ids of the matched generations; empty sets when `rid` is None.
         """
         found: dict[Exchange, set[str]] = (
-            {each: set() for each in self._bodies} if rid is None else await self._meant(rid, elsewhere)
+            {each: set() for each in self._bodies} if rid is None else await self._matches(rid, elsewhere)
         )
         for exchange in found:
             exchange.routing.aborted = True
         return found
 
-    def of_group(self, group: bytes) -> dict[Exchange, set[str]]:
+    def in_group(self, group: bytes) -> dict[Exchange, set[str]]:
         """Return the requests of a group, each with the ids of its generations at the workers."""
         members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.routing.group == group]
-        return {exchange: exchange.routing.rids | _given(exchange, body) for exchange, body in members}
+        return {exchange: exchange.routing.rids | _body_ids(exchange, body) for exchange, body in members}
 
-    async def places(self, rid: str) -> set[str | None]:
+    async def workers_with(self, rid: str) -> set[str | None]:
         """Return the URLs of the workers where a generation has exactly this id. None in it: one still waits here."""
-        return _places(await self._ids(rid), rid)
+        return _workers_with_id(await self._ids(rid), rid)
 
     async def _ids(self, rid: str) -> dict[Exchange, set[str]]:
         """Return the ids of each request. A body's ids are read only if one of them may match `rid`."""
         pace, given = Pace(), {}
         for exchange, body in list(self._bodies.items()):
-            given[exchange] = _given(exchange, body) if await _may_name(body, rid, pace) else set()
+            given[exchange] = _body_ids(exchange, body) if await _may_contain_id(body, rid, pace) else set()
             await pace.step()
         # No await from here on: the workers of the requests and their ids are of the same moment.
         return {exchange: exchange.routing.rids | own for exchange, own in given.items() if exchange in self._bodies}
 
-    async def _meant(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
+    async def _matches(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
         ids = await self._ids(rid)
-        where = _places(ids, rid) | {*elsewhere}
+        where = _workers_with_id(ids, rid) | {*elsewhere}
         alone = self.private or may_prefix_others(rid)
         named = {
             exchange: {each for each in own if each.startswith(rid) and (each == rid or not alone)}
@@ -158,20 +158,20 @@ class InFlight:
         }
 
 
-def _places(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
+def _workers_with_id(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
     return {exchange.routing.worker_url for exchange, own in ids.items() if rid in own}
 
 
-def _given(exchange: Exchange, body: bytes) -> set[str]:
+def _body_ids(exchange: Exchange, body: bytes) -> set[str]:
     """Return the ids that a request's body gives its generations."""
     try:
         parsed = exchange.loads(body)
     except BadRequest:
         return set()
-    return {each for each in _named(parsed) if isinstance(each, str)}
+    return {each for each in _ids_in(parsed) if isinstance(each, str)}
 
 
-async def _may_name(body: bytes, rid: str, pace: Pace) -> bool:
+async def _may_contain_id(body: bytes, rid: str, pace: Pace) -> bool:
     """Return True if a body may contain this id, an id that begins with it, or one that it begins with.
 
     The last case is a list of prompts with one id: `r` becomes `r_0`, `r_1`. The bytes need not be valid JSON.
@@ -193,7 +193,7 @@ async def _may_name(body: bytes, rid: str, pace: Pace) -> bool:
     return False
 
 
-def _named(parsed: object) -> list[Any]:
+def _ids_in(parsed: object) -> list[Any]:
     try:
         return GenerateRequest.read(parsed).rids
     except UnknownShape:  # for example a chat request, which may contain an `rid` too
@@ -215,5 +215,5 @@ def aborted_in_the_queue(body: object) -> tuple[bytes, bytes]:
         answers.append({"text": "", "output_ids": [], "meta_info": meta})
     if not request.stream:
         return b"application/json", orjson.dumps(answers if request.indexed else answers[0])
-    events = [write_event({**each, "index": place} if request.indexed else each) for place, each in enumerate(answers)]
+    events = [write_event({**each, "index": index} if request.indexed else each) for index, each in enumerate(answers)]
     return b"text/event-stream; charset=utf-8", b"".join([*events, LAST_EVENT])

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from miles_router.fleet.pool import WorkerPool
 
 #: Answers after which a unit's speed is known well enough to measure only every second answer.
-KNOWN = 64
+ENOUGH_ANSWERS = 64
 
 
 class Lease:
     """A slot of one request in flight on a unit. `release` is idempotent, so that every path may call it."""
 
-    __slots__ = ("_pool", "begun", "home", "tokens", "unit")
+    __slots__ = ("_pool", "home", "started_at", "tokens", "unit")
 
     def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: SessionHome | None = None) -> None:
         self.unit = unit
@@ -25,7 +25,7 @@ class Lease:
         self.tokens = tokens
         #: The home of the request's session, if it is on this unit.
         self.home = home
-        self.begun = pool.paces.now()
+        self.started_at = pool.paces.now()
         self._pool: WorkerPool | None = pool
         unit.in_flight += 1
         unit.tokens += tokens
@@ -33,14 +33,15 @@ class Lease:
 
     @property
     def worker(self) -> Worker:
-        """The worker of the unit."""
         return self.unit.worker
 
     @property
-    def tells(self) -> bool:
+    def measures_pace(self) -> bool:
         """Whether the answer's duration should be measured: always for a new unit, else for every second answer."""
-        learned = self.unit.learned
-        return self.tokens > 0 and (learned is None or learned.answers < KNOWN or self.unit.chosen_at % 2 == 1)
+        measured = self.unit.measurements
+        return self.tokens > 0 and (
+            measured is None or measured.answers < ENOUGH_ANSWERS or self.unit.chosen_at % 2 == 1
+        )
 
     def release(self, *, answered: bool = True, sampled: int = 0) -> None:
         """Free the slot; the second and later calls do nothing.
@@ -52,5 +53,5 @@ class Lease:
         pool, self._pool = self._pool, None
         if pool is not None:
             if sampled:
-                pool.paces.note(self.unit, self.begun, sampled)
-            pool.released(self, answered=answered)
+                pool.paces.record_answer(self.unit, self.started_at, sampled)
+            pool.record_release(self, answered=answered)

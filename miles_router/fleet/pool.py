@@ -21,12 +21,12 @@ from typing import Literal
 from miles_router.errors import NoWorkerAvailable, PolicyFault
 from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.members import Members
 from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.contract import Policy, placement_request
 from miles_router.fleet.placement.homes import Homes, prefill_key
-from miles_router.fleet.placement.paces import Paces
-from miles_router.fleet.snapshot import why_none
+from miles_router.fleet.placement.paces import PaceEstimates
+from miles_router.fleet.snapshot import why_no_worker
+from miles_router.fleet.worker_table import WorkerTable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import (
     ALIVE,
@@ -45,7 +45,7 @@ NEVER = 2**31
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
 
-class WorkerPool(Members):
+class WorkerPool(WorkerTable):
     """The registered workers, their states, and the leases on their units."""
 
     def __init__(
@@ -58,7 +58,7 @@ class WorkerPool(Members):
         admission: float = 0.0,
     ) -> None:
         super().__init__()
-        self.homes, self.paces = Homes() if homes is None else homes, Paces()
+        self.homes, self.paces = Homes() if homes is None else homes, PaceEstimates()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
         self.unnamed_weights = False  # the last update named no version
@@ -77,7 +77,7 @@ class WorkerPool(Members):
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
         #: Simulates choices of other processes among these units, before a choice for a request of no known session.
-        self.let_others_choose: Callable[[Sequence[Unit]], None] | None = None
+        self.simulate_others: Callable[[Sequence[Unit]], None] | None = None
         self._weights_changed = False  # of any worker, ever
 
     @property
@@ -104,7 +104,7 @@ class WorkerPool(Members):
         a registered worker only change the key and attributes given, and end a drain, but not a quarantine."""
         if (known := self._workers.get(address.url)) is not None:
             self._update(known, api_key, attributes)
-            self.reach(known, weight_version)
+            self.make_ready(known, weight_version)
             return known
         # A worker that was removed and returns while old requests still run keeps counting them.
         worker = self._leaving.pop(address.url, None)
@@ -116,10 +116,10 @@ class WorkerPool(Members):
             worker.caches.change(worker.weight_version, new_number())  # its old requests may still fill caches
             worker.failures, worker.weight_version = 0, None
         self._register(worker)
-        self._welcome(worker, weight_version, before=None)
+        self._make_ready(worker, weight_version, before=None)
         return worker
 
-    def expect(self, address: WorkerUrl) -> Worker:
+    def add_unreached(self, address: WorkerUrl) -> Worker:
         """Register a configured worker and return it. It is not routable before it has answered a check, unless failed
         checks do not quarantine workers."""
         if (known := self._workers.get(address.url)) is not None:
@@ -130,13 +130,13 @@ class WorkerPool(Members):
         self._move(worker, WorkerState.UNREACHED, EXPECTED, before=None)
         return worker
 
-    def reach(self, worker: Worker, weight_version: str | None) -> None:
+    def make_ready(self, worker: Worker, weight_version: str | None) -> None:
         """Make a worker routable that had not answered yet; a worker in another state is not changed."""
-        if self._is(worker, WorkerState.UNREACHED):
+        if self._is_in(worker, WorkerState.UNREACHED):
             worker.failures = 0
-            self._welcome(worker, weight_version, before=worker.state)
+            self._make_ready(worker, weight_version, before=worker.state)
 
-    def _welcome(self, worker: Worker, weight_version: str | None, *, before: WorkerState | None) -> None:
+    def _make_ready(self, worker: Worker, weight_version: str | None, *, before: WorkerState | None) -> None:
         # Its prefix cache may hold entries of older weights of this fleet, or of other weights.
         self._weights_changed |= weight_version not in (None, self.weight_version)
         worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
@@ -144,10 +144,10 @@ class WorkerPool(Members):
         self._move(worker, WorkerState.READY, REGISTERED, before=before)
         self._settle_weights()
 
-    def stay_unreached(self, worker: Worker, reason: str) -> None:
+    def set_unreached_reason(self, worker: Worker, reason: str) -> None:
         """Set the reason why a worker has not answered yet. Listeners are called only when the reason changes."""
         reason = f"{EXPECTED}: {reason}"
-        if self._is(worker, WorkerState.UNREACHED) and worker.reason != reason:
+        if self._is_in(worker, WorkerState.UNREACHED) and worker.reason != reason:
             self._move(worker, WorkerState.UNREACHED, reason, before=worker.state)
 
     def distrust_caches(self) -> None:
@@ -176,7 +176,7 @@ class WorkerPool(Members):
         if not self.is_idle(worker):
             self._leaving[worker.url] = worker
         self._publish()
-        self._tell(Transition(worker, worker.state, None, reason))
+        self._notify(Transition(worker, worker.state, None, reason))
         self._settle_weights()
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
@@ -186,7 +186,7 @@ class WorkerPool(Members):
             self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
         if self.is_idle(worker):
-            self.left(worker)
+            self.finish_leaving(worker)
 
     # Requests
 
@@ -217,9 +217,9 @@ class WorkerPool(Members):
         at_home: Sequence[Unit] = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
         candidates = at_home
         if excluded:
-            candidates = snapshot.left(excluded, generates=generates)
+            candidates = snapshot.remaining(excluded, generates=generates)
         if not candidates:
-            raise NoWorkerAvailable(why_none(self._workers.values()))
+            raise NoWorkerAvailable(why_no_worker(self._workers.values()))
         if preferred is not None:
             candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
         if rank is not None:
@@ -236,7 +236,7 @@ class WorkerPool(Members):
             NoWorkerAvailable: no prefill worker is routable and not excluded.
         """
         if not (candidates := [unit for unit in self.snapshot.prefill if unit.worker not in excluded]):
-            raise NoWorkerAvailable(why_none(self._workers.values()))
+            raise NoWorkerAvailable(why_no_worker(self._workers.values()))
         key = None if key is None else prefill_key(key)
         return self._choose(policy, key, candidates, self.snapshot.prefill, tokens, body)
 
@@ -250,14 +250,14 @@ class WorkerPool(Members):
         body: bytes,
     ) -> Lease:
         """Lease a candidate. `at_home`: units on which a session keeps its home though this request cannot go there."""
-        if self.admission.bounds:
-            candidates = self.admission.places(key, candidates, tokens)
+        if self.admission.is_limited:
+            candidates = self.admission.units_with_room(key, candidates, tokens)
         known = self.homes.find(key)
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:
-            if self.let_others_choose is not None:
-                self.let_others_choose(at_home)
+            if self.simulate_others is not None:
+                self.simulate_others(at_home)
             unit = policy.choose(candidates, placement_request((None, 0, 0, tokens, body, 0)))
         else:
             home = known.unit if known.unit in candidates else None
@@ -265,26 +265,26 @@ class WorkerPool(Members):
             try:
                 unit = policy.choose(candidates, request)
             except PolicyFault:
-                self.homes.stay_away(known)
+                self.homes.count_idle(known)
                 raise
         self._choices += 1
         unit.chosen_at = self._choices
-        at = None if key is None else self.homes.settle(key, known, unit, candidates, at_home, tokens)
+        at = None if key is None else self.homes.record_choice(key, known, unit, candidates, at_home, tokens)
         return Lease(self, unit, tokens, at)
 
-    def released(self, lease: Lease, *, answered: bool) -> None:
+    def record_release(self, lease: Lease, *, answered: bool) -> None:
         """Subtract a released lease from its unit's counts; `Lease.release` calls this once."""
         unit, worker = lease.unit, lease.unit.worker
         unit.in_flight -= 1
         unit.tokens -= lease.tokens
         if lease.home is not None:
-            self.homes.leave(lease.home, lease.tokens, answered=answered)
+            self.homes.record_end(lease.home, lease.tokens, answered=answered)
         worker.in_flight -= 1
         assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
         if (worker.state is WorkerState.DRAINING or self._leaving) and self.is_idle(worker):
-            self.left(worker)
+            self.finish_leaving(worker)
 
-    def left(self, worker: Worker) -> None:
+    def finish_leaving(self, worker: Worker) -> None:
         """Finish the drain or removal of a worker that has no requests in flight any more."""
         if worker.state is WorkerState.DRAINING:
             self.remove(worker, "drained")
@@ -311,8 +311,8 @@ class WorkerPool(Members):
         if self.report is not None:
             self.report("failure", worker, reason)
             return
-        self.stay_unreached(worker, reason)
-        if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
+        self.set_unreached_reason(worker, reason)
+        if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is_in(worker, worker.state):
             worker.missed_update |= self.unnamed_weights  # it may restart, with the weights from its disk
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
@@ -366,9 +366,9 @@ class WorkerPool(Members):
     def name_version(self, workers: Collection[Worker], version: str) -> None:
         """Set the weight version of workers whose engines do not report it, after another program updated them."""
         self._change_caches(workers)
-        self.updated(workers, version)
+        self.record_update(workers, version)
 
-    def updated(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
+    def record_update(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
         """Record that `workers` took an update to this version (None: it named none), or, without `took`, that only
         the version's name was set. Under `same-weights` the other workers get no requests until they are updated."""
         self.weight_version, self.unnamed_weights = version, version is None
@@ -380,12 +380,12 @@ class WorkerPool(Members):
 
     def set_paused(self, worker: Worker, reason: str) -> None:
         """Record that a worker answers but does not generate."""
-        if worker.state is not WorkerState.PAUSED and worker.state in ALIVE and self._is(worker, worker.state):
+        if worker.state is not WorkerState.PAUSED and worker.state in ALIVE and self._is_in(worker, worker.state):
             self._move(worker, WorkerState.PAUSED, reason, before=worker.state)
 
     def set_unpaused(self, worker: Worker) -> None:
         """Record that a paused worker generates again."""
-        if self._is(worker, WorkerState.PAUSED):
+        if self._is_in(worker, WorkerState.PAUSED):
             self._move(worker, WorkerState.READY, "resumed", before=worker.state)
             self._settle_weights()
 
@@ -398,18 +398,18 @@ class WorkerPool(Members):
 
     def readmit(self, worker: Worker, reason: str) -> bool:
         """Make a quarantined worker routable again if the readmission setting permits it. Return True if it is."""
-        if not self._is(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
+        if not self._is_in(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
             return False
         self._move(worker, WorkerState.READY, reason, before=worker.state)
         self._settle_weights()
         return True
 
-    def keep_out(self, worker: Worker, reason: str) -> None:
+    def set_quarantine_reason(self, worker: Worker, reason: str) -> None:
         """Set the reason why an answering worker stays quarantined. Listeners are called only when it changes."""
-        if self._is(worker, WorkerState.QUARANTINED) and worker.reason != reason:
+        if self._is_in(worker, WorkerState.QUARANTINED) and worker.reason != reason:
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
-    def _is(self, worker: Worker, state: WorkerState) -> bool:
+    def _is_in(self, worker: Worker, state: WorkerState) -> bool:
         return worker.state is state and self._workers.get(worker.url) is worker
 
     def _settle_weights(self) -> None:
@@ -419,7 +419,7 @@ class WorkerPool(Members):
         self._settling = True
         try:
             self._count_versions()
-            while self._readmit == "same-weights" and self._sort_one_by_weights():
+            while self._readmit == "same-weights" and self._move_one_by_weights():
                 self._count_versions()
         finally:
             self._settling = False
@@ -428,7 +428,7 @@ class WorkerPool(Members):
         if not self.unnamed_weights:
             self.weight_version = voted_version(self, self.weight_version, routable=bool(self.snapshot.routable))
 
-    def _sort_one_by_weights(self) -> bool:
+    def _move_one_by_weights(self) -> bool:
         """Move one worker whose state does not match its weights to OUTDATED or READY. Return True if one moved."""
         for worker in self:
             reason = other_weights(worker, self.weight_version)
@@ -444,5 +444,5 @@ class WorkerPool(Members):
     def _move(self, worker: Worker, state: WorkerState, reason: str, *, before: WorkerState | None) -> None:
         worker.state, worker.reason, worker.since, worker.stalled = state, reason, self._now(), False
         self._publish()
-        self._tell(Transition(worker, before, state, reason))
+        self._notify(Transition(worker, before, state, reason))
         self._settle_weights()

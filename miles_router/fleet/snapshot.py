@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from miles_router.fleet.workers import Role, Signs, Unit, Worker, WorkerState
+from miles_router.fleet.workers import Role, Unit, Worker, WorkerActivity, WorkerState
 
 
 class Units(tuple[Unit, ...]):
@@ -50,30 +50,30 @@ class Snapshot:
         ranked = any(unit.rank is not None for unit in (*routable, *paused))
         return cls(number, routable, paused, prefill, generating, ranked)
 
-    def left(self, excluded: Collection[Worker], *, generates: bool) -> Sequence[Unit]:
+    def remaining(self, excluded: Collection[Worker], *, generates: bool) -> Sequence[Unit]:
         """Return the units a request may be sent to when `excluded` workers must not get it."""
         candidates: Sequence[Unit] = (self.generating if generates else self.routable) or self.paused
         if generates and self.prefill and all(unit.worker in excluded for unit in self.prefill):
             candidates = [unit for unit in candidates if unit.worker.role is Role.REGULAR]
         return [unit for unit in candidates if unit.worker not in excluded]
 
-    def excuses(self, worker: Worker, signs: Signs, seconds: float) -> bool:
+    def excuses_silence(self, worker: Worker, activity: WorkerActivity, seconds: float) -> bool:
         """Return True if a worker that did not answer in time keeps its place: a piece of an answer came from it within
         `seconds`, or requests run on it and no other worker does what it does."""
-        if signs.heard <= seconds:
+        if activity.silent_seconds <= seconds:
             return True
         others = (unit.worker for unit in (*self.routable, *(self.paused if not self.routable else ())))
-        return signs.runs and all(other is worker or other.role is not worker.role for other in others)
+        return activity.has_requests and all(other is worker or other.role is not worker.role for other in others)
 
 
-def why_none(workers: Collection[Worker]) -> str:
+def why_no_worker(workers: Collection[Worker]) -> str:
     """Return why no worker takes a request, as text for an error message."""
     if not workers:
         return "no worker is registered; workers register with POST /add_worker"
-    halves = {role: [worker for worker in workers if worker.role is role] for role in (Role.PREFILL, Role.DECODE)}
-    for role, those in halves.items():
-        if any(halves.values()) and not any(worker.state is WorkerState.READY for worker in those):
-            return f"no routable {role.value} worker: {_counted(those) or 'none is registered'}"
+    by_role = {role: [worker for worker in workers if worker.role is role] for role in (Role.PREFILL, Role.DECODE)}
+    for role, workers_of_role in by_role.items():
+        if any(by_role.values()) and not any(worker.state is WorkerState.READY for worker in workers_of_role):
+            return f"no routable {role.value} worker: {_counted(workers_of_role) or 'none is registered'}"
     return f"no routable worker: {_counted(workers)}"
 
 

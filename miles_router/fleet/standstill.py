@@ -10,7 +10,7 @@ from miles_router.engines.actions import Order, Pause
 from miles_router.fleet.fleet import Fleet
 
 
-def standstill(fleet: Fleet) -> dict[str, Any]:
+def dump_standstill(fleet: Fleet) -> dict[str, Any]:
     """Return the router's own pause, the released memory parts, the sleeping workers, and the orders sent to them."""
     return {
         "pause": None if fleet.pause is None else fleet.pause.mode,
@@ -20,8 +20,8 @@ def standstill(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def stand_still(fleet: Fleet, record: Mapping[str, Any]) -> None:
-    """Restore the state that `standstill` wrote into a fleet. The gate is not changed."""
+def restore_standstill(fleet: Fleet, record: Mapping[str, Any]) -> None:
+    """Restore the state that `dump_standstill` wrote into a fleet. The gate is not changed."""
     fleet.pause = None if record["pause"] is None else Pause(record["pause"])
     fleet.released, fleet.slept = set(record["released"]), set(record["slept"])
     orders = record["memory_orders"]

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:  # the settings import this module, and `--help` should not load the engine code
     from miles_router.engines.engine import Engine
     from miles_router.engines.facts import Facts
-    from miles_router.fleet.placement.paces import Learned
+    from miles_router.fleet.placement.paces import PaceMeasurements
 
 
 class WorkerState(str, Enum):
@@ -56,21 +56,21 @@ ROLE, BOOTSTRAP_PORT = "worker_type", "bootstrap_port"
 class Pulse:
     """A count of the reply pieces that a worker's engine has sent, as a sign that it works."""
 
-    __slots__ = ("beats", "heard_at")
+    __slots__ = ("last_piece_at", "pieces")
 
     def __init__(self) -> None:
-        self.beats = 0
+        self.pieces = 0
         #: When the last piece arrived, on the event loop's clock.
-        self.heard_at = -math.inf
+        self.last_piece_at = -math.inf
 
 
-class Signs(NamedTuple):
-    """The signs that a worker still works though it did not answer a check in time."""
+class WorkerActivity(NamedTuple):
+    """The facts that show whether a worker still works though it did not answer a check in time."""
 
     #: Seconds since the last piece of a reply arrived from its engine.
-    heard: float
+    silent_seconds: float
     #: Whether a request is running on it.
-    runs: bool
+    has_requests: bool
 
 
 class Unit:
@@ -80,7 +80,16 @@ class Unit:
     """
 
     __slots__ = (
-        "away", "chosen_at", "in_flight", "learned", "pace", "rank", "retired", "sessions", "tokens", "worker",
+        "chosen_at",
+        "idle_sessions",
+        "in_flight",
+        "measurements",
+        "pace",
+        "rank",
+        "retired",
+        "sessions",
+        "tokens",
+        "worker",
     )  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None = None) -> None:
@@ -93,11 +102,11 @@ class Unit:
         #: Sessions at home here that have not ended.
         self.sessions = 0
         #: Sessions among these without a request in flight, as far as this process has served them.
-        self.away = 0
+        self.idle_sessions = 0
         #: Seconds per output token relative to other units; 1 until measurements show that the unit is slower.
         self.pace = 1.0
         #: The measurements behind `pace`.
-        self.learned: Learned | None = None
+        self.measurements: PaceMeasurements | None = None
         #: The sequence number of the choice that chose this unit last.
         self.chosen_at = 0
         #: Whether the worker's units were replaced by others. Requests in flight on this unit finish.
@@ -144,7 +153,7 @@ class Worker:
         "units",
         "url",
         "weight_version",
-        "withholds",
+        "withholds_adapters",
     )
 
     def __init__(
@@ -189,7 +198,7 @@ class Worker:
         self.applies_adapters: bool | None = None
         self.adapters: frozenset[str] | None = None
         #: Whether it refused the router's question for its adapters: it has a key that the router was not given.
-        self.withholds = False
+        self.withholds_adapters = False
         #: The KV cache size of a unit, in tokens, of the engine process that was forgotten last.
         self.last_capacity: int | None = None
         #: The kind of engine; None until it is known. `Fleet.engine` asks for it.
@@ -211,7 +220,7 @@ class Worker:
         """
         if api_key == self.api_key:
             return False
-        self.api_key, self.withholds = api_key, False
+        self.api_key, self.withholds_adapters = api_key, False
         self.forget_engine()
         return True
 
@@ -223,7 +232,7 @@ class Worker:
         self.last_capacity = self.units[0].capacity
         self.facts, self.engine, self.applies_adapters = None, None, None
         for unit in self.units:
-            unit.pace, unit.learned = 1.0, None
+            unit.pace, unit.measurements = 1.0, None
 
     @property
     def ranks(self) -> tuple[Unit, ...]:
@@ -291,7 +300,6 @@ class Transition:
         self.reason = reason
 
     def log(self) -> None:
-        """Write one log line with the reason."""
         after = self.after.value if self.after else "removed"
         in_order = self.before is None or self.after in (None, WorkerState.READY, WorkerState.DRAINING)
         level = logging.INFO if in_order else logging.WARNING

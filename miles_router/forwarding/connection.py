@@ -240,8 +240,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
         if self._pulse is not None and reply.status < FIRST_ERROR_STATUS:
-            self._pulse.beats += 1
-            self._pulse.heard_at = self._loop.time()
+            self._pulse.pieces += 1
+            self._pulse.last_piece_at = self._loop.time()
         buffered = reply._add(data)
         if buffered > SMALL_READ and reply._sink is None and buffered > self._high_water():
             self.pause()

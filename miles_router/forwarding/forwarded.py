@@ -39,4 +39,6 @@ class Forwarded:
             # The engine may have refused because it still has the name. It aborts a stream's name 2 s after the end.
             self._names.end(released=answered and self.reply.exhausted and not streams)
         self.reply.close()
-        lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tells else 0)
+        lease.release(
+            answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.measures_pace else 0
+        )

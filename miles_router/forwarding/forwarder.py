@@ -285,7 +285,7 @@ class Forwarder:
         paired = (decode.worker.engine or USUAL).paired(request.endpoint, request.body, read_json)
         history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
-        cuts = gate.cuts
+        cuts = gate.aborting_pauses
         excluded = (*request.tried, *_excluded_workers(routing))
         lease = self._fleet.lease_prefill(request.key, excluded, prompt_tokens(request.body), request.body)
         prefill = lease.unit
@@ -321,7 +321,7 @@ class Forwarder:
                 body if chosen is None else chosen,
                 names,
                 admit=admit,
-                cut=lambda: gate.cuts != cuts or (routing is not None and routing.aborted),
+                cut=lambda: gate.aborting_pauses != cuts or (routing is not None and routing.aborted),
                 limit=self._max_answer_bytes,
             )
             reply = await exchange.open(routing)
@@ -368,7 +368,7 @@ class Forwarder:
 
         The gate is closed, or the new session has no room, or an abort is in progress that could match its names.
         """
-        return request.generates and bool(self._in_flight.orders or self._must_wait_at_gate(request, routing))
+        return request.generates and bool(self._in_flight.pending_aborts or self._must_wait_at_gate(request, routing))
 
     def _must_wait_at_gate(self, request: Outgoing, routing: Routing) -> bool:
         """Return True if the gate is closed or the new session has no room.
@@ -377,7 +377,9 @@ class Forwarder:
         """
         gate = self._fleet.gate
         begins = (
-            self._fleet.pool.admission.begins(request.key) and not routing.caches and routing.continued_cache is None
+            self._fleet.pool.admission.begins_session(request.key)
+            and not routing.caches
+            and routing.continued_cache is None
         )
         if gate.closed or not begins:
             return gate.closed
@@ -397,15 +399,15 @@ class Forwarder:
             raise NoWorkerAvailable(f"the adapter {adapter!r} was loaded while the request waited: send it again")
 
     async def _wait(self, request: Outgoing, waiting: Routing) -> None:
-        gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
+        gate, arrived_at = self._fleet.gate, asyncio.get_running_loop().time()
         while True:
-            await gate.wait(waiting, came_at)
+            await gate.wait(waiting, arrived_at)
             if request.key is not None and self._must_wait_at_gate(request, waiting):
                 with gate.waiting(waiting, "queue"):
-                    await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
-            if waiting.aborted or not self._in_flight.orders:
+                    await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), arrived_at)
+            if waiting.aborted or not self._in_flight.pending_aborts:
                 return  # no `await` before it takes its room, so no other request can take it first
-            await self._in_flight.past_orders(request.body)
+            await self._in_flight.wait_for_aborts(request.body)
             if not self._must_wait_at_gate(request, waiting):
                 return
 
@@ -431,12 +433,14 @@ class Forwarder:
         if not error.timed_out:
             if error.refused:
                 self._fleet.pool.record_failure(worker, str(error))
-        elif not self._fleet.snapshot.excuses(worker, self._upstream.signs(worker), self._upstream.connect_timeout):
+        elif not self._fleet.snapshot.excuses_silence(
+            worker, self._upstream.activity(worker), self._upstream.connect_timeout
+        ):
             self._fleet.record_silence(worker, str(error))
 
     def _has_other_workers(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
         snapshot = self._fleet.snapshot
-        return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))
+        return bool(snapshot.routable and snapshot.remaining(tried, generates=request.generates))
 
 
 def _excluded_workers(routing: Routing | None) -> Collection[Worker]:

@@ -97,10 +97,10 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: A
     if scope["query_string"]:
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
-    linked = path.startswith(SESSION_PREFIX) or not affinity.links.isdisjoint(dict(headers))
-    key = affinity.named(path, headers) if linked else None
+    linked = path.startswith(SESSION_PREFIX) or not affinity.header_names.isdisjoint(dict(headers))
+    key = affinity.key_from_headers(path, headers) if linked else None
     if key is None:
-        key = affinity.in_body(path, body)
+        key = affinity.key_from_body(path, body)
     return Outgoing(scope["method"], target, headers, body, key, path=path)
 
 

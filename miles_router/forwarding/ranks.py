@@ -101,7 +101,9 @@ class Ranks:
             answered = read(data)
             if answered is not None and answered != rank:
                 self._metrics.ignored_ranks += 1
-                self._fleet.rank_ignored(unit, f"a request to {path} for rank {rank} was answered by rank {answered}")
+                self._fleet.record_ignored_rank(
+                    unit, f"a request to {path} for rank {rank} was answered by rank {answered}"
+                )
             return answered is not None
 
         reply.observe(look)

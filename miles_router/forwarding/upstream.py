@@ -18,7 +18,7 @@ from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import Pulse, Signs, Worker
+from miles_router.fleet.workers import Pulse, Worker, WorkerActivity
 from miles_router.forwarding.connection import Connection
 from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
@@ -164,10 +164,10 @@ class Upstream:
         """Return True if a request waits for (the rest of) its reply from the engine with this pulse."""
         return any(connection.is_awaiting(pulse) for connection in self._open.get(address.url, ()))
 
-    def signs(self, worker: Worker) -> Signs:
+    def activity(self, worker: Worker) -> WorkerActivity:
         """Return the worker's signs of life that this process has seen."""
         now = asyncio.get_running_loop().time()
-        return Signs(now - worker.pulse.heard_at, self.is_awaiting(worker.address, worker.pulse))
+        return WorkerActivity(now - worker.pulse.last_piece_at, self.is_awaiting(worker.address, worker.pulse))
 
     def give_up(self, address: WorkerUrl, pulse: Pulse, reason: str) -> int:
         """Break off every request that the engine with this pulse works on, as if the worker were lost.

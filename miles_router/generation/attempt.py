@@ -74,7 +74,7 @@ class Attempt:
         services, lost = self._services, 0
         scope = with_body({**scope, SCOPE_KEY: self.exchange}, body)
         while True:
-            self._cuts = services.router.gate.cuts
+            self._cuts = services.router.gate.aborting_pauses
             try:
                 await tap.call(self._app, scope, replay(body, receive))
                 return
@@ -102,6 +102,6 @@ class Attempt:
             return False
         if is_failure(finish):
             return False
-        if services.router.gate.cuts != self._cuts:
+        if services.router.gate.aborting_pauses != self._cuts:
             return True
         return routing.worker_url is not None and await services.is_paused(routing.worker_url)

@@ -16,7 +16,7 @@ from miles_router import tasks
 from miles_router.control.health import HealthMonitor
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
-from miles_router.fleet.adapters import told_adapters
+from miles_router.fleet.adapters import ask_for_adapters
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Transition, Worker
 from miles_router.middlewares.contract import ASGIApp
@@ -108,16 +108,17 @@ class ModelPool:
         """
         await self._adapters.answer()
         workers = [*self.fleet.pool]
-        if key is not None and any(worker.withholds for worker in workers):
+        if key is not None and any(worker.withholds_adapters for worker in workers):
             if key != self._key:
                 self._key, self._withheld = key, Inquiry(lambda: self._ask_adapters(key))
             await self._withheld.answer()
         told = [worker.adapters for worker in workers if worker.adapters is not None]
         if not workers:
             return {*self.fleet.adapter_names}
-        if not told and not all(worker.withholds for worker in self.fleet.alive):
+        if not told and not all(worker.withholds_adapters for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
-        return set().union(*told)  # a worker that withholds its list from this client's key refuses the request too
+        # A worker that withholds its list from this client's key refuses the request too.
+        return set().union(*told)
 
     async def has_had(self, adapter: str, key: bytes | None = None) -> bool:
         """Return whether a worker has this adapter, or had it earlier in this run: the engine then loads it again or
@@ -159,9 +160,9 @@ class ModelPool:
 
     async def _ask_adapters(self, key: bytes | None = None) -> None:
         fleet = self.fleet
-        asked = [worker for worker in fleet.alive if key is None or worker.withholds]
+        asked = [worker for worker in fleet.alive if key is None or worker.withholds_adapters]
         patience = IMPATIENCE if any(worker.adapters is not None for worker in asked) else None
-        asking = (told_adapters(fleet.questions, worker, patience, key) for worker in asked)
+        asking = (ask_for_adapters(fleet.probes, worker, patience, key) for worker in asked)
         for worker, told in zip(asked, await asyncio.gather(*asking), strict=True):
             if told is not None:
                 worker.adapters = told
@@ -222,16 +223,16 @@ class Pools:
     def has_one_model(self) -> bool:
         """Whether it is known that all requests mean the same model, without adapters: `look` would return False."""
         fleet = self.default.fleet
-        return not self.named and not fleet.applies_adapters and fleet.heard
+        return not self.named and not fleet.applies_adapters and fleet.all_reported
 
     async def look(self) -> bool:
         """Return whether a request's model must be read: it may decide about the pool or the adapter."""
         if self.named:
             return True
         default = self.default
-        if not default.fleet.heard:
+        if not default.fleet.all_reported:
             await default.hear()
-        return default.fleet.applies_adapters or not default.fleet.heard
+        return default.fleet.applies_adapters or not default.fleet.all_reported
 
     # By name
 

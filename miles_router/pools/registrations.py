@@ -10,7 +10,7 @@ import orjson
 
 from miles_router.errors import BadRequest, StateError
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.standstill import stand_still, standstill
+from miles_router.fleet.standstill import dump_standstill, restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
 from miles_router.pools.pools import Pools
@@ -51,7 +51,7 @@ class Registrations:
         name = str(record.get("pool", ""))
         try:
             pool = await self._pools.open(name or None)
-            stand_still(pool.fleet, record)
+            restore_standstill(pool.fleet, record)
             gate = pool.fleet.gate
             gate.mode = record["pause"]
             gate.paused_since, gate.asleep_since = record["paused_since"], record["asleep_since"]
@@ -112,12 +112,12 @@ class StandstillRow:
         #: The record as it was last written; {}: not known, so the next `keep` writes it.
         self._record: dict[str, Any] | None = {}
 
-    async def keep(self) -> None:
+    async def save(self) -> None:
         """Write the record if it has changed. Raises StateError if it cannot be made durable."""
         gate, record = self._fleet.gate, None
-        if gate.deliberate:
+        if gate.closed_by_router:
             since = {"paused_since": gate.paused_since, "asleep_since": gate.asleep_since}
-            record = {**standstill(self._fleet), **since}
+            record = {**dump_standstill(self._fleet), **since}
         if record != self._record:
             self._record = {}  # a commit that raises may have been written all the same
             owner = _owner(STANDSTILL, self._pool)

@@ -21,7 +21,7 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, READY, Assignment, spawn
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
+from miles_router.shards.topology import LEASE, Shard, Shards, random_generation
 from miles_router.version import __version__
 
 try:
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "miles-router"
 #: Seconds to wait for machines, and seconds that an actor may take to end beyond `shutdown_timeout`.
-PATIENCE, SPARE = 120.0, 15.0
+PATIENCE, STOP_MARGIN = 120.0, 15.0
 #: Seconds between two checks of a process, and seconds without a sign of life after which it is killed.
-LOOK, SILENT = 0.2, 10.0
+POLL_INTERVAL, SILENT = 0.2, 10.0
 #: The part of a core that Ray reserves for an actor. Ray places actors by it, and limits nothing.
 CORE = 0.01
 LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -55,48 +55,48 @@ class Actor:
         directory = Path(tempfile.mkdtemp(prefix="miles-router-ray-"))
         listener = listen(config.host, 0) if leader is None else _listener(config, index)
         self._address = f"[{host}]" if ":" in host else host, int(listener.getsockname()[1])
-        place: Shards | Seat = shards
+        place: Shards | Shard = shards
         if leader is not None:
-            self._leader, self._named = leader, directory / "leader"
+            self._leader, self._leader_file = leader, directory / "leader"
             threading.Thread(target=self._follow_leader, daemon=True).start()
-            place = Seat(shards, index, directory, "http://{}:{}".format(*self._address), self._named)
+            place = Shard(shards, index, directory, "http://{}:{}".format(*self._address), self._leader_file)
         self._process, self._read = spawn(
-            Assignment(config, args, place, os.getpid(), chance_generation(), listener=listener.fileno())
+            Assignment(config, args, place, os.getpid(), random_generation(), listener=listener.fileno())
         )
         listener.close()
-        self._told, self._ends = b"", False
+        self._status, self._stopping = b"", False
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         os.set_blocking(self._read, False)
         heard_at = None
         while self._process.poll() is None:
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
             try:
-                told = os.read(self._read, 4096)
+                text = os.read(self._read, 4096)
             except BlockingIOError:
-                told = b""
-            self._told += told.replace(ALIVE, b"")
-            if ALIVE in told:
+                text = b""
+            self._status += text.replace(ALIVE, b"")
+            if ALIVE in text:
                 heard_at = time.monotonic()
             if heard_at is not None and time.monotonic() - heard_at > SILENT:
                 self._process.kill()
-        if not self._ends and self._told in (b"", READY):
+        if not self._stopping and self._status in (b"", READY):
             os._exit(1)
 
     def _follow_leader(self) -> None:
-        told = ""
+        written = ""
         while True:
             try:
                 address = ray.get(self._leader.address.remote(), timeout=SILENT)
             except ray.exceptions.RayError:  # it is being started again
                 address = None
-            if address is not None and (now := "{}:{}".format(*address)) != told:
-                beside = self._named.with_suffix(".new")
-                beside.write_text(now, encoding="ascii")
-                os.replace(beside, self._named)
-                told = now
-            time.sleep(5 * LOOK if told else LOOK)
+            if address is not None and (now := "{}:{}".format(*address)) != written:
+                new_file = self._leader_file.with_suffix(".new")
+                new_file.write_text(now, encoding="ascii")
+                os.replace(new_file, self._leader_file)
+                written = now
+            time.sleep(5 * POLL_INTERVAL if written else POLL_INTERVAL)
 
     def address(self) -> tuple[str, int]:
         """Return the host and port where the process listens."""
@@ -108,9 +108,9 @@ class Actor:
         Raises:
             ConfigError: the process cannot start.
         """
-        if self._told not in (b"", READY):
-            raise ConfigError(self._told.decode(errors="replace"))
-        return self._told == READY
+        if self._status not in (b"", READY):
+            raise ConfigError(self._status.decode(errors="replace"))
+        return self._status == READY
 
     def node(self) -> str:
         """Return Ray's id of the machine that the actor runs on."""
@@ -118,12 +118,11 @@ class Actor:
         return found
 
     def pid(self) -> int:
-        """Return the id of the process."""
         return self._process.pid
 
     def stop(self) -> None:
         """Stop the process gracefully; return when it has ended."""
-        self._ends = True
+        self._stopping = True
         self._process.terminate()
         self._process.wait()
 
@@ -142,12 +141,12 @@ def _listener(config: RouterConfig, index: int) -> socket.socket:
 class RayRouter:
     """A router that runs on a Ray cluster. `urls` are those of its shards; a client may use any of them."""
 
-    def __init__(self, leader: Any, shards: list[Any], group: Any, ending: float) -> None:
+    def __init__(self, leader: Any, shards: list[Any], group: Any, stop_timeout: float) -> None:
         self.leader = leader
         self.shards = shards
         self.urls: list[str] = []
         self._group = group
-        self._ending = ending
+        self._stop_timeout = stop_timeout
 
     def find_urls(self) -> list[str]:
         """Wait until all shards serve, and return their URLs. A restarted shard may have another URL than before.
@@ -156,11 +155,11 @@ class RayRouter:
             ConfigError: a setting is invalid.
             TimeoutError: some shards do not serve after `PATIENCE` seconds.
         """
-        ends = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not (urls := self._urls()):
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"not all shards serve after {PATIENCE:g} s")
-            time.sleep(LOOK)
+            time.sleep(POLL_INTERVAL)
         return urls
 
     def _urls(self) -> list[str]:
@@ -178,12 +177,11 @@ class RayRouter:
     def stop(self) -> None:
         """Stop the shards gracefully, then the leader."""
         for actors in (self.shards, [self.leader]):
-            ends = [each.stop.remote() for each in actors]
-            ray.wait(ends, num_returns=len(ends), timeout=self._ending)
+            stops = [each.stop.remote() for each in actors]
+            ray.wait(stops, num_returns=len(stops), timeout=self._stop_timeout)
         self.kill()
 
     def kill(self) -> None:
-        """Kill all actors at once."""
         for each in (*self.shards, self.leader):
             ray.kill(each)
         remove_placement_group(self._group)
@@ -226,7 +224,7 @@ def start(
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index // config.processes)
         made = actor.options(num_cpus=CORE, scheduling_strategy=place, **options)
         actors.append(made.remote(config, args, shards, index, leader))
-    router = RayRouter(leader, actors, group, ending=config.shutdown_timeout + SPARE)
+    router = RayRouter(leader, actors, group, stop_timeout=config.shutdown_timeout + STOP_MARGIN)
     try:
         router.urls = router.find_urls()
     except BaseException:
@@ -266,7 +264,7 @@ def run(config: RouterConfig, address: str, nodes: int) -> None:
         log.show("\n".join([f"miles-router {__version__}", *(f"  listening    {url}" for url in router.urls)]))
         try:
             while True:  # a signal may arrive in one of Ray's threads, and would not end a blocking wait of this one
-                time.sleep(LOOK)
+                time.sleep(POLL_INTERVAL)
         except (KeyboardInterrupt, SystemExit):
             router.stop()
     finally:

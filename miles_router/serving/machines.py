@@ -13,7 +13,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.serving.process import run_leader, serve_shard
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import LEASE, Seat, Shards, chance_generation
+from miles_router.shards.topology import LEASE, Shard, Shards, random_generation
 
 #: Minimum length of the secret, in characters.
 MIN_SECRET = 16
@@ -42,9 +42,9 @@ def serve_part(config: RouterConfig, options: Namespace) -> None:
             return
         with tempfile.TemporaryDirectory(prefix="miles-router-") as directory:
             url = options.url or f"http://{socket.gethostname()}:{port}"
-            seat = Seat(shards, options.shard, Path(directory), url, options.join, shown=not config.public_url)
+            shard = Shard(shards, options.shard, Path(directory), url, options.join, shown=not config.public_url)
             serve_shard(
-                config, None, seat, chance_generation(), sock, started=lambda: log.show(banner(config, (host, port)))
+                config, None, shard, random_generation(), sock, started=lambda: log.show(banner(config, (host, port)))
             )
     finally:
         log.flush()

@@ -26,12 +26,12 @@ from miles_router.errors import ConfigError
 from miles_router.fleet.affinity import Affinity
 from miles_router.serving.server import raise_file_limit, serve_at
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.leader import LeaderDuty
+from miles_router.shards.leader import LeaderRole
 from miles_router.shards.membership import Membership
 from miles_router.shards.owners import ShardOwners
-from miles_router.shards.places import Seat, Shards
-from miles_router.shards.senders import Senders
-from miles_router.shards.shard import ShardDuty
+from miles_router.shards.process_table import ProcessTable
+from miles_router.shards.shard import ShardRole
+from miles_router.shards.topology import Shard, Shards
 
 #: A process writes it to its status pipe when it works. Any other text is the reason why it cannot start.
 READY = b"ready"
@@ -52,7 +52,7 @@ class Assignment:
     """The role of a process in a router, and the descriptors that it inherits.
 
     Attributes:
-        place: a `Seat` for a shard, `Shards` for the leader.
+        place: a `Shard` for a shard, `Shards` for the leader.
         parent: the process id of its parent; it is killed when the parent ends.
         generation: a number that no other process of this router on this machine has or had.
         directory: the directory with the router's sockets; only for the leader on one machine.
@@ -63,7 +63,7 @@ class Assignment:
 
     config: RouterConfig
     args: Namespace | None
-    place: Shards | Seat
+    place: Shards | Shard
     parent: int
     generation: int
     status: int = -1
@@ -135,7 +135,7 @@ def main(given: IO[bytes]) -> None:
         report_alive()
 
     try:
-        if isinstance(place, Seat):
+        if isinstance(place, Shard):
             assert listener is not None
             serve_shard(config, assigned.args, place, assigned.generation, listener, own, started)
         else:
@@ -173,7 +173,7 @@ async def _report_alive(assigned: Assignment) -> None:
 def serve_shard(
     config: RouterConfig,
     args: Namespace | None,
-    seat: Seat,
+    shard: Shard,
     generation: int,
     listener: socket.socket,
     own: socket.socket | None = None,
@@ -184,18 +184,18 @@ def serve_shard(
     Raises:
         ConfigError: a setting is invalid.
     """
-    local = seat.shards.local
-    membership = Membership(seat, os.getpid(), _kill_this)
-    is_there: Callable[[int], bool] = lambda other: membership.url_of(other) is not None  # noqa: E731  # as a value
+    local = shard.shards.local
+    membership = Membership(shard, os.getpid(), _kill_this)
+    is_running: Callable[[int], bool] = lambda other: membership.url_of(other) is not None  # noqa: E731  # as a value
     if local:
-        senders = Senders(seat.directory)
-        membership.begins = partial(senders.begin, seat.index)
-        is_there = lambda other: senders.process(other) != 0  # noqa: E731
+        table = ProcessTable(shard.directory)
+        membership.before_start = partial(table.record_start, shard.index)
+        is_running = lambda other: table.process_id(other) != 0  # noqa: E731
     affinity = Affinity(config.affinity_names)
     check = None if local else membership.check
-    owners = ShardOwners(seat, affinity, url_of=membership.url_of, is_there=is_there, check=check)
-    membership.lost = owners.lost
-    app = create_app(config, args=args, duty=ShardDuty(membership, generation=generation), owners=owners)
+    owners = ShardOwners(shard, affinity, url_of=membership.url_of, is_running=is_running, check=check)
+    membership.on_shard_lost = owners.abort_forwarded
+    app = create_app(config, args=args, role=ShardRole(membership, generation=generation), owners=owners)
     serve_at(app, listener, started, own=own)
 
 
@@ -212,15 +212,15 @@ def run_leader(
     """Run the leader until SIGTERM or SIGINT.
 
     Args:
-        directory, listener, term: see `LeaderDuty`.
+        directory, listener, term: see `LeaderRole`.
         beside: starts a task that is cancelled when the leader stops.
         ready: called once the leader works.
 
     Raises:
         ConfigError: a setting is invalid.
     """
-    duty = LeaderDuty(shards, directory=directory, listener=listener, term=term, ended=_succeeded)
-    app = duty.edge = create_app(config, args=args, duty=duty)
+    role = LeaderRole(shards, directory=directory, listener=listener, term=term, on_replaced=_succeeded)
+    app = role.edge = create_app(config, args=args, role=role)
     if app.router.store is not None and not shards.shared_state:
         app.router.store.check()
 

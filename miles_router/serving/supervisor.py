@@ -27,8 +27,8 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, BEAT, READY, Assignment, spawn
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import Seat, Shards
-from miles_router.shards.senders import Senders
+from miles_router.shards.process_table import ProcessTable
+from miles_router.shards.topology import Shard, Shards
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Supervisor:
         self._config = config
         self._args = args
         self._sockets = sockets
-        self._senders = Senders(directory, config.processes)
+        self._table = ProcessTable(directory, config.processes)
         self._shards = Shards(config.processes)
         self._directory = directory
         self._generation = 0
@@ -185,7 +185,7 @@ class Supervisor:
             Assignment(
                 config=self._config,
                 args=self._args,
-                place=self._shards if child.index is None else self._seat(child.index),
+                place=self._shards if child.index is None else self._shard(child.index),
                 parent=os.getpid(),
                 generation=self._generation,
                 directory=self._directory,
@@ -204,9 +204,9 @@ class Supervisor:
         self._loop.add_reader(read, self._read_status, child, read)
         self._loop.add_reader(ended, self._handle_exit, child)
 
-    def _seat(self, index: int) -> Seat:
+    def _shard(self, index: int) -> Shard:
         urls = self._sockets.urls()
-        return Seat(self._shards, index, self._directory, urls[index], shown=not self._config.public_url, urls=urls)
+        return Shard(self._shards, index, self._directory, urls[index], shown=not self._config.public_url, urls=urls)
 
     def _read_status(self, child: Child, status: int) -> None:
         text = os.read(status, STATUS_BYTES)
@@ -240,7 +240,7 @@ class Supervisor:
         """Handle the end of a process: continue stopping, give up the start, or restart it."""
         assert child.running is not None
         if child.index is not None:
-            self._senders.end(child.index)  # before `wait` frees its process id for reuse
+            self._table.record_end(child.index)  # before `wait` frees its process id for reuse
         status = child.running.wait()
         read = child.watched[1]
         with contextlib.suppress(BlockingIOError):

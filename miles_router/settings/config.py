@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from miles_router.errors import BadRequest, ConfigError
-from miles_router.fleet.affinity import NAMES, names_problem
+from miles_router.fleet.affinity import NAMES, invalid_name_reason
 from miles_router.fleet.pool import ReadmitPolicy
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
@@ -163,7 +163,7 @@ class RouterConfig:
         NAMES,
         "headers, and body:NAME fields, whose value keeps requests on one worker; X-Session-Id and a session's path "
         "come first; an empty list: none of them",
-        names_problem,
+        invalid_name_reason,
     )
     admission: float = setting(
         0.0,

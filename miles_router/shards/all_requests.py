@@ -8,23 +8,23 @@ from typing import Any
 from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import StateError
-from miles_router.shards.seats import Seats
+from miles_router.shards.coordinator import ShardCoordinator
 
 
 class AllRequests:
     """An implementation of `control.requests.Requests` that asks every shard."""
 
-    def __init__(self, pool: str, seats: Seats) -> None:
+    def __init__(self, pool: str, coordinator: ShardCoordinator) -> None:
         self.group_listeners: list[GroupListener] = []  # each shard has its own
         self._pool = pool
-        self._seats = seats
+        self._coordinator = coordinator
 
     async def abort(self, rid: str | None) -> list[Aborted]:
         """Mark the requests that an abort matches, in all shards, and return them.
 
         If one shard has a request with exactly this id, requests in other shards whose id begins with it match too.
         """
-        places = [] if rid is None else await self._ask("places", rid=rid)
+        places = [] if rid is None else await self._ask("workers_with", rid=rid)
         return _read(await self._ask("abort", rid=rid, elsewhere=places))
 
     async def end_group(self, group: str | int) -> GroupEnd:
@@ -33,12 +33,12 @@ class AllRequests:
         aborted = [each for found, _ in ended for each in found]
         return GroupEnd(_read(aborted), [StateError.read(each) for _, failures in ended for each in failures])
 
-    async def at(self, url: str) -> Collection[str]:
+    async def ids_at(self, url: str) -> Collection[str]:
         """Return the ids of the requests on a worker, from all shards."""
-        return set(await self._ask("at", url=url))
+        return set(await self._ask("ids_at", url=url))
 
-    async def _ask(self, what: str, **fields: Any) -> list[Any]:
-        answers = await self._seats.ask_all(what, pool=self._pool, **fields)
+    async def _ask(self, message_type: str, **fields: Any) -> list[Any]:
+        answers = await self._coordinator.ask_all(message_type, pool=self._pool, **fields)
         return [each for answer in answers for each in answer.fields["found"]]
 
 

@@ -1,7 +1,7 @@
 """Messages between a leader and a shard on one connection: requests and replies in both directions.
 
-A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Messages named in `ordered` are handled one
-after the other, in the order sent. All others are handled concurrently.
+A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Messages of the types in `ordered` are
+handled one after the other, in the order sent. All others are handled concurrently.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _LENGTHS = struct.Struct("!II")
 #: The most bytes in either part of a frame.
 MAX_PART = 1 << 30
-#: Unsent bytes above which `tell` drops messages, and above which `order` closes the connection.
-MAX_WAITING, MAX_UNREAD = 1 << 20, 1 << 28
+#: Unsent bytes above which `try_send` drops messages, and above which `send` closes the connection.
+MAX_UNSENT, MAX_QUEUED = 1 << 20, 1 << 28
 #: The field of a reply that means: the handler in the other process raised an exception.
 FAILED = "failed"
 
@@ -49,8 +49,8 @@ class Channel:
     """One connection. `run` reads it until it ends.
 
     Args:
-        handlers: the handler of each message name.
-        ordered: message names that are handled one after the other.
+        handlers: by message type.
+        ordered: the types that are handled one after the other.
     """
 
     def __init__(
@@ -65,31 +65,31 @@ class Channel:
         self._handlers = handlers
         self._ordered = ordered
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Message]] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._handling: set[asyncio.Task[None]] = set()
         self.lost = False
 
     async def run(self) -> None:
-        """Read and handle messages until the connection ends. Waiting `ask` calls then raise ChannelLost."""
+        """Read and handle messages until the connection ends. Pending `ask` calls then raise ChannelLost."""
         try:
             while True:
                 message = await self._read()
                 answers = message.fields.pop("answers", None)
                 if answers is not None:
-                    waiting = self._asked.get(answers)
+                    waiting = self._pending.get(answers)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
-                elif message.fields["what"] in self._ordered:
-                    await self._answer(message)
+                elif message.fields["message_type"] in self._ordered:
+                    await self._handle(message)
                 else:
-                    task = tasks.spawn(self._answer(message), name=f"answer {message.fields['what']}")
-                    self._answering.add(task)
-                    task.add_done_callback(self._answering.discard)
+                    task = tasks.spawn(self._handle(message), name=f"handle {message.fields['message_type']}")
+                    self._handling.add(task)
+                    task.add_done_callback(self._handling.discard)
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
             self.close()
-            for task in tuple(self._answering):
+            for task in tuple(self._handling):
                 await tasks.cancelled(task)
 
     async def _read(self) -> Message:
@@ -99,11 +99,11 @@ class Channel:
         fields: dict[str, Any] = json.loads(await self._reader.readexactly(head))
         return Message(fields, await self._reader.readexactly(blob) if blob else b"")
 
-    async def _answer(self, message: Message) -> None:
-        number, what = message.fields.pop("number", None), message.fields.pop("what")
-        frame = _frame({FAILED: what, "answers": number}, b"")
+    async def _handle(self, message: Message) -> None:
+        number, message_type = message.fields.pop("number", None), message.fields.pop("message_type")
+        frame = _frame({FAILED: message_type, "answers": number}, b"")
         try:
-            fields, blob = await self._handlers[what](message) or Message({})
+            fields, blob = await self._handlers[message_type](message) or Message({})
             frame = _frame({**fields, "answers": number}, blob)
         finally:  # the caller must get a reply even if the handler raised; this process logs the exception
             if number is not None and not self._gone:
@@ -114,26 +114,26 @@ class Channel:
         """Whether nothing can be written. A failed transport knows before its reader does."""
         return self.lost or self._writer.transport.is_closing()
 
-    def tell(self, what: str, **fields: Any) -> None:
-        """Send a message without a reply. It is dropped while more than `MAX_WAITING` bytes are unsent."""
-        if not self._gone and self._writer.transport.get_write_buffer_size() <= MAX_WAITING:
-            self._writer.writelines(_frame({**fields, "what": what}, b""))
+    def try_send(self, message_type: str, **fields: Any) -> None:
+        """Send a message without a reply. It is dropped while more than `MAX_UNSENT` bytes are unsent."""
+        if not self._gone and self._writer.transport.get_write_buffer_size() <= MAX_UNSENT:
+            self._writer.writelines(_frame({**fields, "message_type": message_type}, b""))
 
-    def order(self, what: str, blob: bytes = b"", **fields: Any) -> None:
+    def send(self, message_type: str, blob: bytes = b"", **fields: Any) -> None:
         """Send a message that must not be dropped.
 
-        If more than `MAX_UNREAD` bytes are unsent, close the channel instead. The next connection sends the state
+        If more than `MAX_QUEUED` bytes are unsent, close the channel instead. The next connection sends the state
         again.
         """
         if self._gone:
             return
-        if self._writer.transport.get_write_buffer_size() > MAX_UNREAD:
+        if self._writer.transport.get_write_buffer_size() > MAX_QUEUED:
             logger.warning("channel_unread")
             self.close()
             return
-        self._writer.writelines(_frame({**fields, "what": what}, blob))
+        self._writer.writelines(_frame({**fields, "message_type": message_type}, blob))
 
-    async def ask(self, what: str, blob: bytes = b"", **fields: Any) -> Message:
+    async def ask(self, message_type: str, blob: bytes = b"", **fields: Any) -> Message:
         """Send a request and return its reply.
 
         Raises:
@@ -141,24 +141,26 @@ class Channel:
             RouterError: the handler in the other process failed; that process logs the reason.
         """
         if self._gone:
-            raise ChannelLost(f"{what}: the connection to the other process is lost")
+            raise ChannelLost(f"{message_type}: the connection to the other process is lost")
         number = next(self._numbers)
-        self._asked[number] = waiting = asyncio.get_running_loop().create_future()
+        self._pending[number] = waiting = asyncio.get_running_loop().create_future()
         try:
-            self._writer.writelines(_frame({**fields, "what": what, "number": number}, blob))
+            self._writer.writelines(_frame({**fields, "message_type": message_type, "number": number}, blob))
             answer: Message = await waiting
             if FAILED in answer.fields:
-                raise RouterError(f"another process of the router failed to handle {what!r}; its log has the reason")
+                raise RouterError(
+                    f"another process of the router failed to handle {message_type!r}; its log has the reason"
+                )
             return answer
         finally:
-            del self._asked[number]
+            del self._pending[number]
 
     def close(self) -> None:
-        """Close the connection and fail waiting `ask` calls. May be repeated."""
+        """Close the connection and fail pending `ask` calls. May be repeated."""
         if self.lost:
             return
         self.lost = True
-        for waiting in self._asked.values():
+        for waiting in self._pending.values():
             if not waiting.done():
                 waiting.set_exception(ChannelLost("the connection to the other process was lost"))
         with suppress(OSError, RuntimeError):

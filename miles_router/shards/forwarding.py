@@ -34,21 +34,21 @@ from miles_router.metrics import Statistics, counter
 HOP = b"x-miles-router-hop"
 FORWARD, ASK = b"forward", b"ask"
 #: Keys of a scope's extensions: the value of the hop header, and the headers as they arrived.
-HOPPED, CAME = "miles_router.hop", "miles_router.came"
+HOP_VALUE, ORIGINAL_HEADERS = "miles_router.hop", "miles_router.original_headers"
 #: Headers of the client that are not forwarded, because the receiving shard has already used them.
 DROPPED = REQUEST_DROPPED | {b"x-request-id", b"origin", b"sec-fetch-site", HOP}
 #: The header with the id of a turn in a session.
 TURN_ID = b"x-turn-id"
 #: Seconds in which a shard must accept a connection.
-CONNECT = 5.0
+CONNECT_TIMEOUT = 5.0
 #: Concurrent forwarded requests to one shard, above which more are refused; and concurrent `ask` calls, above which
 #: more wait.
-MAX_UNDER_WAY, MAX_QUESTIONS = 4096, 256
+MAX_FORWARDED, MAX_ASKS = 4096, 256
 #: The most bytes in the answer to an `ask` call.
 MAX_ANSWER = 1 << 30
 
 
-def hop_taken(scope: Scope) -> bytes | None:
+def pop_hop(scope: Scope) -> bytes | None:
     """Remove the hop header from a request and return its value; None if there is none.
 
     Raises:
@@ -78,16 +78,16 @@ class Forwarding:
     """A sender of requests to other shards.
 
     Args:
-        url_of: returns the URL of a shard, or None while no process has its seat.
+        url_of: returns the URL of a shard, or None while it has no process.
     """
 
     def __init__(self, url_of: Callable[[int], str | None]) -> None:
         self.statistics = ForwardStatistics()
         self._url_of = url_of
-        self._upstream = Upstream(connect_timeout=CONNECT)
+        self._upstream = Upstream(connect_timeout=CONNECT_TIMEOUT)
         self._pulse = Pulse()
-        self._under_way: Counter[int] = Counter()
-        self._questions: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_QUESTIONS))
+        self._forwarded: Counter[int] = Counter()
+        self._asks: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_ASKS))
 
     async def forward(self, owner: int, scope: Scope, receive: Receive, send: Send, *, once: bool = False) -> None:
         """Forward a request to its owner and relay the reply.
@@ -104,7 +104,7 @@ class Forwarding:
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         self.statistics.requests += 1
-        with self._counted(owner), Watch(receive):
+        with self._limited(owner), Watch(receive):
             exchange.forwarded = True
             try:
                 reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body, once=once)
@@ -121,7 +121,7 @@ class Forwarding:
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Return (status, headers, body) of another shard's part of an answer. The contract is that of `Owners.ask`."""
         own = dict(raw_headers(headers.items()))
-        pairs = [pair for pair in scope["extensions"][CAME] if pair[0] not in own] + [*own.items()]
+        pairs = [pair for pair in scope["extensions"][ORIGINAL_HEADERS] if pair[0] not in own] + [*own.items()]
         self.statistics.questions += 1
         work = self._ask(owner, scope, pairs, Exchange.of(scope).request_id, body)
         try:
@@ -133,7 +133,7 @@ class Forwarding:
     async def _ask(
         self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
     ) -> tuple[int, Mapping[str, str], bytes]:
-        async with self._questions[owner]:
+        async with self._asks[owner]:
             reply = await self._open(ASK, owner, scope, headers, request_id, body)
             try:
                 return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
@@ -141,15 +141,15 @@ class Forwarding:
                 reply.close()
 
     @contextmanager
-    def _counted(self, owner: int) -> Iterator[None]:
-        if self._under_way[owner] >= MAX_UNDER_WAY:
+    def _limited(self, owner: int) -> Iterator[None]:
+        if self._forwarded[owner] >= MAX_FORWARDED:
             self.statistics.unavailable += 1
             raise Unavailable(f"too many requests wait for shard {owner} of the router; ask again")
-        self._under_way[owner] += 1
+        self._forwarded[owner] += 1
         try:
             yield
         finally:
-            self._under_way[owner] -= 1
+            self._forwarded[owner] -= 1
 
     async def _open(
         self,
@@ -172,7 +172,7 @@ class Forwarding:
         target = scope["raw_path"]
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
-        repeatable = method in READING or purpose == ASK or (not once and _is_done_once(scope["path"], kept))
+        repeatable = method in READING or purpose == ASK or (not once and _is_named_turn(scope["path"], kept))
         try:
             address = parse_worker_url(url)
             if host is not None:
@@ -190,11 +190,11 @@ class Forwarding:
                 f"shard {owner} of the router was lost while it was asked; it may have done what was asked"
             ) from None
 
-    def share(self, backlog: Backlog) -> None:
+    def share_backlog(self, backlog: Backlog) -> None:
         """Count bytes buffered for slow clients in the router's common backlog."""
         self._upstream.backlog = backlog
 
-    def lost(self, url: str) -> None:
+    def abort_requests(self, url: str) -> None:
         """Abort all requests to a shard that may no longer act."""
         self._upstream.give_up(parse_worker_url(url), self._pulse, "the shard that had this is lost")
 
@@ -203,7 +203,7 @@ class Forwarding:
         await self._upstream.close()
 
 
-def _is_done_once(path: str, headers: RawHeaders) -> bool:
+def _is_named_turn(path: str, headers: RawHeaders) -> bool:
     """Return True for a session turn with an id: its session runs it once, however often it arrives."""
     return generates(path) and endpoint(path) != GENERATE and any(name == TURN_ID for name, _ in headers)
 
@@ -214,8 +214,8 @@ def _host_of(scope: Scope) -> bytes | None:
     return None if server is None else f"{server[0]}:{server[1]}".encode("ascii")
 
 
-class Kept:
-    """A `receive` that keeps the body it passes on, so that the request can be replayed."""
+class BufferedReceive:
+    """A `receive` that buffers the body it passes on, so that the request can be replayed."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

@@ -18,7 +18,7 @@ HASH = 8
 FREE = bytes(HASH)
 
 
-class KeptNames(HeldNames):
+class MappedHeldNames(HeldNames):
     """Held names in a memory-mapped file.
 
     At most `capacity` names are held. The newest `capacity` lost names are remembered too.
@@ -56,11 +56,11 @@ class KeptNames(HeldNames):
             return
         at = self._lost.pop(hashed, None)
         if at is None:
-            at = self._place()
+            at = self._allocate_cell()
         self._map[at : at + HASH] = hashed
         self._held[hashed] = at
 
-    def _place(self) -> int:
+    def _allocate_cell(self) -> int:
         if self._free:
             return self._free.pop()
         if self._end == len(self._map):

@@ -25,53 +25,53 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError, StateError, StateOutdated
-from miles_router.fleet.caches import set_apart
+from miles_router.fleet.caches import space_numbers
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
-from miles_router.fleet.standstill import stand_still
+from miles_router.fleet.standstill import restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Signs, Transition, Worker
+from miles_router.fleet.workers import Transition, Worker, WorkerActivity
 from miles_router.forwarding.upstream import Upstream
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.all_requests import AllRequests
-from miles_router.shards.as_one import AsOne
 from miles_router.shards.channel import Channel, Message
-from miles_router.shards.duty import Duty, without_keys
-from miles_router.shards.places import SOCKET, Shards, clock
-from miles_router.shards.pools import counted, deciding_pool, distrust_weights, ending, settle
+from miles_router.shards.coordinator import ShardConnection, ShardCoordinator
+from miles_router.shards.leadership import Leadership, PlatformLeadership, StoredLeadership
+from miles_router.shards.merged_view import MergedView
+from miles_router.shards.pools import distrust_weights, leader_pool, release_idle_workers, retiring_workers, set_loads
+from miles_router.shards.process_table import ProcessTable
 from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
 from miles_router.shards.protocol import Ack, Join
-from miles_router.shards.register import Platform, Register, Stored
-from miles_router.shards.seats import Connected, Seats
-from miles_router.shards.senders import Senders
-from miles_router.shards.state import Record, followed, own_numbers, written
+from miles_router.shards.role import ProcessRole, without_keys
+from miles_router.shards.state import Record, apply_fleet, dump_fleet, own_cache_numbers
+from miles_router.shards.topology import SOCKET, Shards, clock
 from miles_router.slots import CONTROL
 from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two checks for changes that no request has asked for.
-BEAT = 0.1
-#: Connections that have not proved yet that they know the secret. Further ones are closed.
+INTERVAL = 0.1
+#: The most connections that have not proved yet that they know the secret. Further ones are closed.
 MAX_UNPROVEN = 256
-#: Section names of the decided state: the prefix of each pool's section, and the section of the seats' URLs.
+#: Section names of the decided state: the prefix of each pool's section, and the section of the shards' URLs.
 POOL, URLS = "pool ", "urls"
 
 
-class LeaderDuty(Duty):
-    """The duty of the leader.
+class LeaderRole(ProcessRole):
+    """The role of the leader.
 
     Args:
         directory: the directory of the router's sockets, on one machine.
         listener: the listening socket, on several machines.
         term: how often the platform has started a leader, if it counts that.
-        ended: called when another leader has taken over.
+        on_replaced: called when another leader has taken over.
     """
 
-    counts = False
-    sends = False
+    serves_clients = False
+    sends_requests = False
     slots = (CONTROL,)
 
     def __init__(
@@ -81,7 +81,7 @@ class LeaderDuty(Duty):
         directory: Path | None = None,
         listener: socket.socket | None = None,
         term: int | None = None,
-        ended: Callable[[], None],
+        on_replaced: Callable[[], None],
     ) -> None:
         #: The app that answers requests; set after construction.
         self.edge: RouterApp
@@ -89,18 +89,18 @@ class LeaderDuty(Duty):
         self.shares_state = shards.shared_state
         self._directory = directory
         self._listener = listener
-        self._ended = ended
-        self._register: Register = Platform(term)
+        self._on_replaced = on_replaced
+        self._leadership: Leadership = PlatformLeadership(term)
         self._config: RouterConfig  # the settings as given: shards need what this process leaves out
         self._pools: Pools
         self._channels: set[Channel] = set()
         self._unproven = 0
         self._ready = asyncio.Event()
-        self._as_one: AsOne
+        self._merged_view: MergedView
         self._registrations: Registrations
-        process_in = None if directory is None else Senders(directory).process
-        self.seats = Seats(shards, self._written, self.confirmed, process_in)
-        set_apart()
+        process_id_at = None if directory is None else ProcessTable(directory).process_id
+        self.coordinator = ShardCoordinator(shards, self._dump_state, self.confirm_leadership, process_id_at)
+        space_numbers()
 
     # The parts of the router
 
@@ -109,45 +109,47 @@ class LeaderDuty(Duty):
         return without_keys(config)
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """Return none: it is not known yet whether this leader follows another one."""
+        """Return none: it is not known yet whether an earlier leader ran."""
         return ()
 
     def pool(self, name: str, **settings: Any) -> WorkerPool:
-        return deciding_pool(**settings)
+        return leader_pool(**settings)
 
     def fleet(self, **parts: Any) -> Fleet:
         fleet = Fleet(**parts)
-        fleet.everywhere = self.seats.caught_up
-        fleet.subscribe(self._moved)
+        fleet.wait_until_applied = self.coordinator.wait_for_shards
+        fleet.subscribe(self._publish_soon)
         return fleet
 
     def fan_out(self, upstream: Upstream) -> FanOut:
-        return FanOut(upstream) if self.shards.local else FanOut(upstream, self.confirmed, self.is_certain)
+        return FanOut(upstream) if self.shards.local else FanOut(upstream, self.confirm_leadership, self.is_sole_leader)
 
     def control(self, name: str, **parts: Any) -> Control:
-        return Control(**{**parts, "requests": AllRequests(name, self.seats)})
+        return Control(**{**parts, "requests": AllRequests(name, self.coordinator)})
 
-    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
-        """Return a function that collects signs of life from the shards, which have the requests."""
+    def activity(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[WorkerActivity]]:
+        """Return a function that asks the shards, which have the requests, for a worker's activity."""
 
-        async def asked(worker: Worker) -> Signs:
-            answers = await self.seats.ask_all("signs", pool=name, url=worker.url)
-            found = [Signs(*each) for answer in answers for each in answer.fields["found"]]
-            return Signs(min((each.heard for each in found), default=math.inf), any(each.runs for each in found))
+        async def asked(worker: Worker) -> WorkerActivity:
+            answers = await self.coordinator.ask_all("activity", pool=name, url=worker.url)
+            found = [WorkerActivity(*each) for answer in answers for each in answer.fields["found"]]
+            return WorkerActivity(
+                min((each.silent_seconds for each in found), default=math.inf), any(each.has_requests for each in found)
+            )
 
         return asked
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
         admin = Admin(pools, registrations, stack)
-        self._as_one = AsOne(admin, pools, self.seats, self._config)
+        self._merged_view = MergedView(admin, pools, self.coordinator, self._config)
         return admin
 
     async def restore(self, registrations: Registrations) -> None:
-        """Open the register only: workers are restored once it is known whether this leader follows another one."""
+        """Open the store of leadership only: workers are restored once it is known whether an earlier leader ran."""
         self._registrations = registrations
         if not self.shards.local and registrations.store is not None:
             try:
-                self._register = Stored(registrations.store)
+                self._leadership = StoredLeadership(registrations.store)
             except StateError as error:
                 raise ConfigError(f"state_dir: {error}") from None
 
@@ -156,17 +158,20 @@ class LeaderDuty(Duty):
         """Listen for shards and lead. Connected shards provide the state that an earlier leader decided."""
         self._pools = pools
         try:
-            term, first = await self._register.claim()
+            term, first = await self._leadership.claim()
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
-        self.seats.begin(term, first=first)
-        leading = [tasks.spawn(self.seats.lead(), name="lead")]
+        self.coordinator.start_term(term, first=first)
+        leading = [tasks.spawn(self.coordinator.lead(), name="lead")]
         server = await self._listen()
         try:
-            while not self.seats.open:  # noqa: ASYNC110  # shards, and time, are waited for
-                await asyncio.sleep(BEAT / 10)
-            await self._begin(self.seats.leader.state or {})
-            leading += [tasks.spawn(self._beat(), name="leader"), tasks.spawn(self._tell_counts(), name="tell counts")]
+            while not self.coordinator.open:  # noqa: ASYNC110  # shards, and time, are waited for
+                await asyncio.sleep(INTERVAL / 10)
+            await self._take_over(self.coordinator.leader.state or {})
+            leading += [
+                tasks.spawn(self._publish_changes(), name="publish changes"),
+                tasks.spawn(self._exchange_loads(), name="exchange loads"),
+            ]
             yield
         finally:
             for each in leading:
@@ -183,92 +188,92 @@ class LeaderDuty(Duty):
             os.unlink(path)
         return await asyncio.start_unix_server(self._welcome, path)
 
-    async def _count(self) -> bool:
+    async def _refresh_loads(self) -> bool:
         """Refresh the counts of requests in flight; return whether all acting shards have answered."""
-        whole = await self.seats.count()
+        whole = await self.coordinator.refresh_loads()
         for pool in self._pools:
-            counted(pool.fleet.pool, self.seats.in_flight(pool.name))
+            set_loads(pool.fleet.pool, self.coordinator.load_of(pool.name))
         return whole
 
     # Leadership
 
-    async def confirmed(self) -> bool:
-        """Return whether no later leader has begun. If one has, end this leader."""
+    async def confirm_leadership(self) -> bool:
+        """Return whether there is no later leader. If there is one, end this leader."""
         try:
-            return await self._register.confirm()
+            return await self._leadership.confirm()
         except StateOutdated:
             logger.warning("leader_succeeded")
-            self._ended()
+            self._on_replaced()
             return False
 
-    def is_certain(self) -> bool:
+    def is_sole_leader(self) -> bool:
         """Return whether no later leader can have decided anything yet, even if this process is stopped meanwhile."""
-        return self.seats.leader.is_certain(clock())
+        return self.coordinator.leader.is_sole_leader(clock())
 
     # Taking over
 
-    async def _begin(self, sections: dict[str, Any]) -> None:
+    async def _take_over(self, sections: dict[str, Any]) -> None:
         for name, record in sections.items():
             if name.startswith(POOL):
-                await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)
+                await self._restore_pool(await get_or_open_pool(self._pools, name[len(POOL) :]), record)
         if sections:
-            set_apart(max((each.caches.number for each in self._pools.workers), default=0))
+            space_numbers(max((each.caches.number for each in self._pools.workers), default=0))
             for pool in self._pools:
                 distrust_weights(pool.fleet.pool)
             logger.warning("leader_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
             await self._registrations.restore(of_this_run=True)
             for pool in self._pools:  # the previous leader may have been lost between keeping two of these
-                await pool.router.control.keep()
+                await pool.router.control.save_standstill()
         else:
             await self._registrations.restore()
             for url in self._config.worker_urls:
-                self._pools.default.fleet.pool.expect(parse_worker_url(url))
-            await self._pools.default.health.first_look()
+                self._pools.default.fleet.pool.add_unreached(parse_worker_url(url))
+            await self._pools.default.health.first_checks()
         self._ready.set()
-        self.seats.decides = True
-        self.seats.changed()
+        self.coordinator.is_restored = True
+        self.coordinator.publish()
 
-    async def _restore(self, pool: ModelPool, record: Record) -> None:
+    async def _restore_pool(self, pool: ModelPool, record: Record) -> None:
         fleet = pool.fleet
-        stand_still(fleet, record)
-        numbers = own_numbers(0)
-        followed(record, fleet, lambda: next(numbers))
+        restore_standstill(fleet, record)
+        numbers = own_cache_numbers(0)
+        apply_fleet(record, fleet, lambda: next(numbers))
 
     # Decisions
 
-    def _written(self) -> dict[str, Any]:
-        return {URLS: self.seats.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}
+    def _dump_state(self) -> dict[str, Any]:
+        return {URLS: self.coordinator.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}
 
     def _section(self, pool: ModelPool) -> Record:
         control = pool.router.control
         return {
-            **written(pool.fleet),
+            **dump_fleet(pool.fleet),
             "peopled": pool.peopled,
             "may_silence": control.may_silence,
             "sent": control.sent,
         }
 
-    def _moved(self, transition: Transition) -> None:
+    def _publish_soon(self, transition: Transition) -> None:
         """Publish the state in the next loop iteration, after all changes that belong together."""
         if self._ready.is_set():
-            asyncio.get_running_loop().call_soon(self.seats.changed)
+            asyncio.get_running_loop().call_soon(self.coordinator.publish)
 
-    async def _tell_counts(self) -> None:
+    async def _exchange_loads(self) -> None:
         while True:
-            await asyncio.sleep(BEAT)
-            await self.seats.count_who_answers(BEAT)
-            self.seats.tell_counts([pool.name for pool in self._pools])
+            await asyncio.sleep(INTERVAL)
+            await self.coordinator.refresh_loads_within(INTERVAL)
+            self.coordinator.send_peer_loads([pool.name for pool in self._pools])
 
-    async def _beat(self) -> None:
+    async def _publish_changes(self) -> None:
         while True:
-            await asyncio.sleep(BEAT)
-            self.seats.changed()
-            leaving = [(pool.fleet.pool, each) for pool in self._pools if (each := ending(pool.fleet.pool))]
+            await asyncio.sleep(INTERVAL)
+            self.coordinator.publish()
+            leaving = [(pool.fleet.pool, each) for pool in self._pools if (each := retiring_workers(pool.fleet.pool))]
             if leaving:
-                await self.seats.caught_up()
-                if await self._count():
+                await self.coordinator.wait_for_shards()
+                if await self._refresh_loads():
                     for pool, workers in leaving:
-                        settle(pool, workers)
+                        release_idle_workers(pool, workers)
 
     # Shards
 
@@ -291,30 +296,31 @@ class LeaderDuty(Duty):
         await self._welcome(reader, writer)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        joined: list[Connected] = []
+        connections: list[ShardConnection] = []
 
         async def join(message: Message) -> None:
             fields = message.fields
-            if (reason := self._why_refused(fields)) is not None:
+            if (reason := self._refusal(fields)) is not None:
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
-                channel.order("refused", reason=reason)
+                channel.send("refused", reason=reason)
                 return
-            if fields["at"][0] > self.seats.leader.term:  # this leader's clock is behind that of the previous leader
+            # This leader's clock is behind that of the previous leader.
+            if fields["at"][0] > self.coordinator.leader.term:
                 logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
-                self._ended()
+                self._on_replaced()
                 return
             self._pools.layered |= fields["layered"]
-            self._as_one.stack = fields["stack"]
+            self._merged_view.stack = fields["stack"]
             state = json.loads(message.blob) if message.blob else None
             term, number = fields["at"]
-            asked = Join(fields["seat"], fields["life"], fields["fresh"], (term, number), state)
-            joined.append(Connected(channel, asked, fields["url"]))
-            self.seats.joins(joined[0])
+            asked = Join(fields["shard"], fields["instance"], fields["has_lease"], (term, number), state)
+            connections.append(ShardConnection(channel, asked, fields["url"]))
+            self.coordinator.add_connection(connections[0])
 
         async def ack(message: Message) -> None:
             fields = message.fields
-            for connected in joined:  # a refused shard has no seat
-                self.seats.hears(connected, Ack(fields["term"], fields["at"], fields["stamp"]))
+            for connection in connections:  # empty for a refused shard
+                self.coordinator.record_ack(connection, Ack(fields["term"], fields["at"], fields["stamp"]))
 
         handlers = {
             "join": join,
@@ -330,16 +336,16 @@ class LeaderDuty(Duty):
             await channel.run()
         finally:
             self._channels.discard(channel)
-            for connected in joined:
-                self.seats.leaves(connected)
+            for connection in connections:
+                self.coordinator.remove_connection(connection)
 
-    def _why_refused(self, fields: Mapping[str, Any]) -> str | None:
+    def _refusal(self, fields: Mapping[str, Any]) -> str | None:
         count = self.shards.count
         if fields["version"] != __version__:
             return f"the shard runs version {fields['version']}, and the leader {__version__}"
-        if fields["shards"] != count or fields["seat"] not in range(count):
+        if fields["shards"] != count or fields["shard"] not in range(count):
             return (
-                f"it is configured as shard {fields['seat']} of {fields['shards']}, but the leader has {count} shards"
+                f"it is configured as shard {fields['shard']} of {fields['shards']}, but the leader has {count} shards"
             )
         return None
 
@@ -348,7 +354,7 @@ class LeaderDuty(Duty):
         return Message({"paused": await pool.health.is_paused(fields["url"]) if pool is not None else False})
 
     async def _term(self, message: Message) -> Message:
-        return Message({"term": self.seats.leader.term})
+        return Message({"term": self.coordinator.leader.term})
 
     async def _report(self, message: Message) -> None:
         """Apply what a shard has observed of a worker."""
@@ -372,18 +378,18 @@ class LeaderDuty(Duty):
     async def _http(self, message: Message) -> Message:
         """Answer a request once every shard acts by the answer."""
         await self._ready.wait()
-        await self._count()
-        answer = await answered(self.edge, message)
-        await self.seats.caught_up()
+        await self._refresh_loads()
+        answer = await run_app(self.edge, message)
+        await self.coordinator.wait_for_shards()
         return answer
 
 
-async def pool_named(pools: Pools, name: str) -> ModelPool:
-    """Return the pool of this name; create it if needed."""
+async def get_or_open_pool(pools: Pools, name: str) -> ModelPool:
+    """Return the pool of this name; open it if needed."""
     return pools.default if name == pools.default.name else await pools.open(name)
 
 
-async def answered(app: RouterApp, message: Message) -> Message:
+async def run_app(app: RouterApp, message: Message) -> Message:
     """Run an HTTP request that came as a message through an app, and return the reply as a message."""
     fields = message.fields
     scope: Scope = {

@@ -13,22 +13,30 @@ from miles_router.fleet.gate import generates
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
-from miles_router.shards.forwarding import ASK, CAME, FORWARD, HOPPED, Forwarding, Kept, hop_taken
-from miles_router.shards.held_names import KeptNames
-from miles_router.shards.places import Seat
+from miles_router.shards.forwarding import (
+    ASK,
+    FORWARD,
+    HOP_VALUE,
+    ORIGINAL_HEADERS,
+    BufferedReceive,
+    Forwarding,
+    pop_hop,
+)
+from miles_router.shards.held_names import MappedHeldNames
+from miles_router.shards.topology import Shard
 from miles_router.slots import slot_of
 
 #: Key of a scope's extensions: this shard answers, whatever owner the text or key would have. Either its session is
 #: here, or the key's home shard did not take the request.
-STAYS = "miles_router.stays"
+ANSWER_HERE = "miles_router.answer_here"
 
 
 class ShardOwners(Owners):
     """The owners of sessions and texts, as one shard sees them.
 
     Args:
-        url_of: returns the URL of a shard, or None while no process has its seat.
-        is_there: tells whether another shard sends requests now. A request waits for a missing owner, unless only its
+        url_of: returns the URL of a shard, or None while it has no process.
+        is_running: tells whether another shard sends requests now. A request waits for a missing owner, unless only its
             affinity key leads there.
         check: raises Unavailable if this shard may not act now; None if it always may.
     """
@@ -37,30 +45,30 @@ class ShardOwners(Owners):
 
     def __init__(
         self,
-        seat: Seat,
+        shard: Shard,
         affinity: Affinity,
         *,
         url_of: Callable[[int], str | None],
-        is_there: Callable[[int], bool],
+        is_running: Callable[[int], bool],
         check: Callable[[], None] | None = None,
     ) -> None:
-        self._seat = seat
+        self._shard = shard
         self._affinity = affinity
         self._url_of = url_of
-        self._is_there = is_there
+        self._is_running = is_running
         self._check = check
         self._forwarding = Forwarding(url_of)
 
-    def lost(self, url: str) -> None:
+    def abort_forwarded(self, url: str) -> None:
         """Abort requests forwarded to a shard that may no longer act."""
-        self._forwarding.lost(url)
+        self._forwarding.abort_requests(url)
 
     def numbers(self) -> Sequence[Statistics]:
         return [self._forwarding.statistics]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self._forwarding.share(self.backlog)
+        self._forwarding.share_backlog(self.backlog)
         try:
             yield
         finally:
@@ -69,32 +77,32 @@ class ShardOwners(Owners):
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
-        hop = hop_taken(scope)
+        hop = pop_hop(scope)
         came = scope["headers"]
-        scope["extensions"] = {**scope.get("extensions", {}), HOPPED: hop, CAME: came}
+        scope["extensions"] = {**scope.get("extensions", {}), HOP_VALUE: hop, ORIGINAL_HEADERS: came}
         name = next((name for layer in self.layers if (name := layer.owner_name(scope)) is not None), None)
         if name is None:
             await self._answer_at_home(scope, receive, send, here, check)
         elif name == BODY_SAYS:
-            kept = Kept(receive)
+            buffered = BufferedReceive(receive)
             try:
-                await here(scope, kept, send)
+                await here(scope, buffered, send)
             except Elsewhere as elsewhere:
-                if not kept.whole:
+                if not buffered.whole:
                     raise
                 scope["headers"] = came
                 try:
-                    await self._forwarding.forward(elsewhere.owner, scope, replay(kept.body, receive), send)
+                    await self._forwarding.forward(elsewhere.owner, scope, replay(buffered.body, receive), send)
                 except Unavailable:
                     if elsewhere.needed:
                         raise
-                    scope["extensions"][STAYS] = True
-                    await here(scope, replay(kept.body, receive), send)
+                    scope["extensions"][ANSWER_HERE] = True
+                    await here(scope, replay(buffered.body, receive), send)
         elif (owner := self.owner_of(scope, name)) is not None:
             check(scope)
             await self._forwarding.forward(owner, scope, receive, send)
         else:
-            scope["extensions"][STAYS] = True
+            scope["extensions"][ANSWER_HERE] = True
             await here(scope, receive, send)
 
     async def _answer_at_home(
@@ -107,11 +115,11 @@ class ShardOwners(Owners):
         """
         path = scope["path"]
         if generates(path) and hop_of(scope) is None:
-            key = self._affinity.named(path, scope["headers"])
-            if key is None and self._affinity.looks_inside(path):
+            key = self._affinity.key_from_headers(path, scope["headers"])
+            if key is None and self._affinity.may_be_in_body(path):
                 check(scope)
                 body = await Exchange.of(scope).read(receive)
-                key, receive = self._affinity.in_body(path, body), replay(body, receive)
+                key, receive = self._affinity.key_from_body(path, body), replay(body, receive)
             owner = None if key is None else self._home_of(scope, key)
             if owner is not None:
                 check(scope)
@@ -129,7 +137,7 @@ class ShardOwners(Owners):
         owner = None
         with suppress(NotFound, Unavailable):
             owner = self.owner_of(scope, key)
-        return None if owner is None or not self._is_there(owner) else owner
+        return None if owner is None or not self._is_running(owner) else owner
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
         """Return the other shard that owns a name; None if this one does.
@@ -139,8 +147,8 @@ class ShardOwners(Owners):
             Unavailable: another shard forwarded the request here, and this one does not own the name.
             Unavailable: this shard owns the name but may not act now.
         """
-        owner = self._seat.shards.owner_of(slot_of(name))
-        if owner == self._seat.index:
+        owner = self._shard.shards.owner_of(slot_of(name))
+        if owner == self._shard.index:
             if self._check is not None:
                 self._check()
             return None
@@ -153,8 +161,8 @@ class ShardOwners(Owners):
             raise Elsewhere(owner)
 
     def prefer(self, scope: Scope) -> None:
-        key = self._affinity.named(scope["path"], scope["headers"])
-        owner = None if key is None or STAYS in scope["extensions"] else self._home_of(scope, key)
+        key = self._affinity.key_from_headers(scope["path"], scope["headers"])
+        owner = None if key is None or ANSWER_HERE in scope["extensions"] else self._home_of(scope, key)
         if owner is not None:
             raise Elsewhere(owner, needed=False)
 
@@ -162,10 +170,10 @@ class ShardOwners(Owners):
         return hop_of(scope) == ASK
 
     def is_forwarded(self, scope: Scope) -> bool:
-        return STAYS in scope["extensions"] or hop_of(scope) == FORWARD
+        return ANSWER_HERE in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
-        return () if self.is_asked(scope) else self._seat.others
+        return () if self.is_asked(scope) else self._shard.others
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
@@ -173,10 +181,10 @@ class ShardOwners(Owners):
         return await self._forwarding.ask(owner, scope, body, headers, patience)
 
     def own_url(self, base_url: str) -> str | None:
-        url = self._seat.url or self._url_of(self._seat.index)
-        if url is None or not self._seat.shown:
+        url = self._shard.url or self._url_of(self._shard.index)
+        if url is None or not self._shard.shown:
             return None
-        if not self._seat.shards.local:
+        if not self._shard.shards.local:
             return url
         scheme, _, authority = base_url.partition("://")
         host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
@@ -188,14 +196,14 @@ class ShardOwners(Owners):
         Raises:
             Unavailable: this shard may not act now.
         """
-        while self._seat.shards.owner_of(slot_of(name := secrets.token_hex(16))) != self._seat.index:
+        while self._shard.shards.owner_of(slot_of(name := secrets.token_hex(16))) != self._shard.index:
             pass
         if self._check is not None:
             self._check()
         return name
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:
-        return KeptNames(self._seat.directory / f"{kind}-{self._seat.index}.names", capacity)
+        return MappedHeldNames(self._shard.directory / f"{kind}-{self._shard.index}.names", capacity)
 
 
 def check_hop(scope: Scope) -> None:
@@ -214,5 +222,5 @@ def check_hop(scope: Scope) -> None:
 
 def hop_of(scope: Scope) -> bytes | None:
     """Return the value of the hop header of a request; None if a client sent it."""
-    hop: bytes | None = scope["extensions"][HOPPED]
+    hop: bytes | None = scope["extensions"][HOP_VALUE]
     return hop

@@ -20,7 +20,7 @@ from miles_router.fleet.workers import Unit
 
 #: Requests in flight, tokens, sessions.
 Load: TypeAlias = tuple[int, int, int]
-NOTHING: Load = (0, 0, 0)
+NO_LOAD: Load = (0, 0, 0)
 #: The weight of the last tenth of a second in the moving average of choices; and the average below which it is
 #: ignored.
 WEIGHT, FEW = 0.3, 0.01
@@ -28,10 +28,10 @@ WEIGHT, FEW = 0.3, 0.01
 STALE, GROUPS = 1.0, 4
 #: One worker on the wire: its leases, including those of ranks it no longer has, and `[rank, *load]` of each unit with
 #: a load.
-WorkerRow: TypeAlias = tuple[int, Sequence[Sequence[int | None]]]
+WorkerLoad: TypeAlias = tuple[int, Sequence[Sequence[int | None]]]
 
 
-class Row(NamedTuple):
+class PoolLoad(NamedTuple):
     """The load of one process in one pool, or the sum over several processes.
 
     Attributes:
@@ -41,38 +41,38 @@ class Row(NamedTuple):
     """
 
     choices: int
-    workers: Mapping[str, WorkerRow]
+    workers: Mapping[str, WorkerLoad]
     processes: int = 1
 
 
-def joined(rows: Iterable[Row]) -> Row:
-    """Return the sum of several rows."""
+def sum_loads(pool_loads: Iterable[PoolLoad]) -> PoolLoad:
+    """Return the sum of several loads."""
     choices, processes, in_flight = 0, 0, dict[str, int]()
     units: dict[str, dict[int | None, Load]] = {}
-    for row in rows:
-        choices, processes = choices + row.choices, processes + row.processes
-        for url, (leases, loads) in row.workers.items():
+    for pool_load in pool_loads:
+        choices, processes = choices + pool_load.choices, processes + pool_load.processes
+        for url, (leases, loads) in pool_load.workers.items():
             in_flight[url] = in_flight.get(url, 0) + leases
             known = units.setdefault(url, {})
             for rank, *load in loads:
-                known[rank] = _sum(known.get(rank, NOTHING), load)
-    return Row(
+                known[rank] = _sum(known.get(rank, NO_LOAD), load)
+    return PoolLoad(
         choices,
         {url: (n, [[rank, *load] for rank, load in units[url].items()]) for url, n in in_flight.items()},
         processes,
     )
 
 
-def less(row: Row, part: Row) -> Row:
-    """Return a row minus a part of it."""
-    workers = dict(row.workers)
+def subtract_load(pool_load: PoolLoad, part: PoolLoad) -> PoolLoad:
+    """Return a load minus a part of it."""
+    workers = dict(pool_load.workers)
     for url, (leases, loads) in part.workers.items():
         whole, units = workers[url]
         known = {rank: load for rank, *load in units}
         for rank, *load in loads:
-            known[rank] = [*_sum(_sum(NOTHING, known[rank]), load, -1)]
+            known[rank] = [*_sum(_sum(NO_LOAD, known[rank]), load, -1)]
         workers[url] = (whole - leases, [[rank, *load] for rank, load in known.items() if any(load)])
-    return Row(row.choices - part.choices, workers, row.processes - part.processes)
+    return PoolLoad(pool_load.choices - part.choices, workers, pool_load.processes - part.processes)
 
 
 def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:
@@ -85,80 +85,80 @@ class PeerLoads:
 
     def __init__(self, pool: WorkerPool, now: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
-        pool.let_others_choose = self.let_others_choose
+        pool.simulate_others = self.simulate_others
         self._now = now
-        self._told_at = -math.inf
+        self._updated_at = -math.inf
         #: Loads added to units: those reported, and simulated requests.
         self._added: dict[Unit, Load] = {}
-        self._supposed: dict[Unit, int] = {}
+        self._simulated: dict[Unit, int] = {}
         self._choices = 0
         #: Average choices in a tenth of a second: of this process, and of all others together.
         self._own_pace = self._others_pace = 0.0
-        self._told_choices = (0, 0)
-        self._others = 0
+        self._choices_before = (0, 0)
+        self._other_processes = 0
         #: Simulated choices before each own choice, and the fraction carried over.
-        self._others_each = 0.0
+        self._others_per_choice = 0.0
         self._due = 0.0
         #: A heap of units by load, for each group chosen from since the last update.
         self._heaps: dict[int, tuple[Sequence[Unit], list[tuple[int, float, Unit]]]] = {}
 
-    def own(self) -> Row:
+    def own_load(self) -> PoolLoad:
         """Return this process's own load, without reported and simulated loads."""
         self._pool.homes.expire()  # otherwise homes would not expire without requests
-        workers: dict[str, WorkerRow] = {}
+        workers: dict[str, WorkerLoad] = {}
         for worker in self._pool.known:
             loads = [(unit.rank, self._own(unit)) for unit in worker.units]
-            units = [[rank, *load] for rank, load in loads if load != NOTHING]
+            units = [[rank, *load] for rank, load in loads if load != NO_LOAD]
             if worker.in_flight or units:
                 workers[worker.url] = (worker.in_flight, units)
-        return Row(self._choices, workers)
+        return PoolLoad(self._choices, workers)
 
-    def told(self, others: Row) -> None:
+    def update(self, others: PoolLoad) -> None:
         """Replace the reported loads of all other processes."""
-        self._suppose_nothing()
-        self._told_at = self._now()
+        self._drop_simulated()
+        self._updated_at = self._now()
         for unit, load in self._added.items():
             _add(unit, load, -1)
         self._added = {}
-        self._pool.elsewhere = sum(leases for leases, _ in others.workers.values())
+        self._pool.leases_elsewhere = sum(leases for leases, _ in others.workers.values())
         for url, (_, loads) in others.workers.items():
             worker = self._pool.find(url)
             units = {} if worker is None else {unit.rank: unit for unit in worker.units}
             for rank, *numbers in loads:
                 if rank in units:  # otherwise one of the two processes does not know the worker's ranks yet
-                    self._added[units[rank]] = load = _sum(NOTHING, numbers)
+                    self._added[units[rank]] = load = _sum(NO_LOAD, numbers)
                     _add(units[rank], load, 1)
         self._learn_pace(others)
 
     def _own(self, unit: Unit) -> Load:
-        in_flight = unit.in_flight - self._supposed.get(unit, 0)
-        return _sum((in_flight, unit.tokens, unit.sessions), self._added.get(unit, NOTHING), -1)
+        in_flight = unit.in_flight - self._simulated.get(unit, 0)
+        return _sum((in_flight, unit.tokens, unit.sessions), self._added.get(unit, NO_LOAD), -1)
 
-    def _suppose_nothing(self) -> None:
-        for unit, count in self._supposed.items():
+    def _drop_simulated(self) -> None:
+        for unit, count in self._simulated.items():
             unit.in_flight -= count
-        self._supposed = {}
+        self._simulated = {}
         self._heaps.clear()
 
-    def _learn_pace(self, others: Row) -> None:
-        own, theirs = self._choices - self._told_choices[0], others.choices - self._told_choices[1]
-        self._told_choices = self._choices, others.choices
-        if others.processes == self._others:  # after a change, `theirs` counts choices since a process started
+    def _learn_pace(self, others: PoolLoad) -> None:
+        own, theirs = self._choices - self._choices_before[0], others.choices - self._choices_before[1]
+        self._choices_before = self._choices, others.choices
+        if others.processes == self._other_processes:  # after a change, `theirs` counts choices since a process started
             self._own_pace += WEIGHT * (own - self._own_pace)
             self._others_pace += WEIGHT * (max(0, theirs) - self._others_pace)
-        self._others = others.processes
+        self._other_processes = others.processes
         evenly = float(others.processes)
         known = self._own_pace > FEW
-        self._others_each = min(evenly, self._others_pace / self._own_pace) if known else evenly
-        self._due = random.random() * self._others_each
+        self._others_per_choice = min(evenly, self._others_pace / self._own_pace) if known else evenly
+        self._due = random.random() * self._others_per_choice
 
-    def let_others_choose(self, units: Sequence[Unit]) -> None:
+    def simulate_others(self, units: Sequence[Unit]) -> None:
         """Simulate what the others choose among these units before this process chooses."""
         self._choices += 1
-        if self._now() - self._told_at > STALE:
-            self._suppose_nothing()
+        if self._now() - self._updated_at > STALE:
+            self._drop_simulated()
             return
-        due, self._due = self._due, self._due % 1 + self._others_each
+        due, self._due = self._due, self._due % 1 + self._others_per_choice
         if due < 1:
             return
         _, heap = self._heaps.get(id(units)) or self._heap(units)
@@ -168,7 +168,7 @@ class PeerLoads:
                 heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
             unit = heap[0][2]
             unit.in_flight += 1
-            self._supposed[unit] = self._supposed.get(unit, 0) + 1
+            self._simulated[unit] = self._simulated.get(unit, 0) + 1
             heapq.heapreplace(heap, (_busy(unit), random.random(), unit))
 
     def _heap(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], list[tuple[int, float, Unit]]]:

@@ -10,21 +10,21 @@ from typing import Any
 
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.shards.peer_loads import NOTHING, Row
+from miles_router.shards.peer_loads import NO_LOAD, PoolLoad
 
 
-def deciding_pool(**settings: Any) -> WorkerPool:
+def leader_pool(**settings: Any) -> WorkerPool:
     """Create a leader's pool.
 
     The leader sends no generations; shards report what is in flight. A worker that gets no new requests stays in the
-    pool, listed by `ending`, until `settle` removes it.
+    pool, listed by `retiring_workers`, until `release_idle_workers` removes it.
     """
     pool = WorkerPool(**settings)
     pool.is_idle = lambda worker: False
     return pool
 
 
-def following_pool(report: Callable[[str, Worker, str], None], **settings: Any) -> WorkerPool:
+def shard_pool(report: Callable[[str, Worker, str], None], **settings: Any) -> WorkerPool:
     """Create a shard's pool, which decides nothing and calls `report(kind, worker, reason)` for each observation.
 
     A worker that is still registered is never idle, because other shards may have requests there.
@@ -35,30 +35,30 @@ def following_pool(report: Callable[[str, Worker, str], None], **settings: Any) 
     return pool
 
 
-def counted(pool: WorkerPool, everywhere: Row) -> None:
+def set_loads(pool: WorkerPool, everywhere: PoolLoad) -> None:
     """Set the loads in the leader's pool to those of all processes together."""
     for worker in pool.known:
         worker.in_flight, loads = everywhere.workers.get(worker.url, (0, ()))
-        told = {rank: load for rank, *load in loads}
+        by_rank = {rank: load for rank, *load in loads}
         for unit in worker.units:
-            unit.in_flight, unit.tokens, unit.sessions = (each or 0 for each in told.get(unit.rank, NOTHING))
+            unit.in_flight, unit.tokens, unit.sessions = (each or 0 for each in by_rank.get(unit.rank, NO_LOAD))
 
 
-def ending(pool: WorkerPool) -> dict[Worker, float]:
+def retiring_workers(pool: WorkerPool) -> dict[Worker, float]:
     """Return the workers that get no new requests (draining or removed), each with the time since which it is so."""
     return {each: each.since for each in pool.known if each.state is WorkerState.DRAINING or not each.serial}
 
 
-def settle(pool: WorkerPool, workers: Mapping[Worker, float]) -> None:
+def release_idle_workers(pool: WorkerPool, workers: Mapping[Worker, float]) -> None:
     """Release those of the given workers that have no requests left.
 
     Call it after every shard has stopped sending to them and has then reported its counts. A worker that returned and
-    is ending again is skipped, because the counts are older than that.
+    is retiring again is skipped, because the counts are older than that.
     """
-    still = ending(pool)
+    still = retiring_workers(pool)
     for worker, since in workers.items():
         if still.get(worker) == since and not worker.in_flight:
-            pool.left(worker)
+            pool.finish_leaving(worker)
 
 
 def distrust_weights(pool: WorkerPool) -> None:

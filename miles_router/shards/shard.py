@@ -30,37 +30,37 @@ from miles_router.forwarding.outgoing import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.as_one import SHARD
 from miles_router.shards.channel import Message
-from miles_router.shards.duty import Duty
-from miles_router.shards.leader import POOL, pool_named
+from miles_router.shards.leader import POOL, get_or_open_pool
 from miles_router.shards.membership import Membership
-from miles_router.shards.peer_loads import PeerLoads, Row
-from miles_router.shards.pools import following_pool
-from miles_router.shards.state import followed, own_numbers
+from miles_router.shards.merged_view import SHARD
+from miles_router.shards.peer_loads import PeerLoads, PoolLoad
+from miles_router.shards.pools import shard_pool
+from miles_router.shards.role import ProcessRole
+from miles_router.shards.state import apply_fleet, own_cache_numbers
 
 #: How often a request that changes nothing is tried again.
 REPEATS = 3
 #: Headers that are not relayed to the leader: they concern only the connection to this shard.
-AT_THE_DOOR = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"sec-fetch-site", b"x-request-id"}
+EDGE_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b"sec-fetch-site", b"x-request-id"}
 
 
-class ShardDuty(Duty):
-    """The duty of a shard.
+class ShardRole(ProcessRole):
+    """The role of a shard.
 
     Args:
         generation: a number that no other process of this router has.
     """
 
-    checks = False
+    checks_health = False
 
     def __init__(self, membership: Membership, *, generation: int = 0) -> None:
         self.membership = membership
-        self.slots = membership.seat.slots
-        self.shares_state = membership.seat.shards.shared_state
-        self._shards = membership.seat.shards
+        self.slots = membership.shard.slots
+        self.shares_state = membership.shard.shards.shared_state
+        self._shards = membership.shard.shards
         self.lease = None if self._shards.local else membership
-        self._numbers = own_numbers(generation)
+        self._numbers = own_cache_numbers(generation)
         self._stack: list[dict[str, object]] = []
         #: The loads of other processes, by pool name.
         self._peer_loads: dict[str, PeerLoads] = {}
@@ -69,14 +69,14 @@ class ShardDuty(Duty):
         membership.follow = self._follow
         membership.handlers = {
             "abort": self._abort,
-            "places": self._places,
+            "workers_with": self._workers_with,
             "end_group": self._end_group,
-            "at": self._at_worker,
-            "signs": self._signs,
-            "numbers": self._tell_numbers,
-            "metrics": self._tell_metrics,
-            "counts": self._tell_counts,
-            "counted": self._counted,
+            "ids_at": self._ids_at,
+            "activity": self._activity,
+            "numbers": self._report_numbers,
+            "metrics": self._report_metrics,
+            "loads": self._report_loads,
+            "peer_loads": self._update_peer_loads,
         }
 
     # The parts of the router
@@ -105,9 +105,9 @@ class ShardDuty(Duty):
             """
             if worker.serial:
                 fields = {"url": worker.url, "serial": worker.serial, "reason": reason}
-                self.membership.tell("report", kind=kind, pool=name, **fields)
+                self.membership.try_send("report", kind=kind, pool=name, **fields)
 
-        pool = following_pool(report, **settings)
+        pool = shard_pool(report, **settings)
         self._peer_loads[name] = PeerLoads(pool)
         return pool
 
@@ -155,8 +155,8 @@ class ShardDuty(Duty):
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         self._pools = pools
         self.membership.store = pools.default.router.store
-        self.membership.introduction = {"layered": pools.layered, "stack": self._stack}
-        self.membership.when_fresh = self._open_gates
+        self.membership.join_fields = {"layered": pools.layered, "stack": self._stack}
+        self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
             yield
 
@@ -169,14 +169,14 @@ class ShardDuty(Duty):
     async def _follow(self, state: dict[str, Any]) -> None:
         for name, record in state.items():
             if name.startswith(POOL):
-                self._follow_pool(await pool_named(self._pools, name[len(POOL) :]), record)
+                self._follow_pool(await get_or_open_pool(self._pools, name[len(POOL) :]), record)
 
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
-        followed(record, fleet, lambda: next(self._numbers))
+        apply_fleet(record, fleet, lambda: next(self._numbers))
         pool.peopled |= record["peopled"]
         self._pools.named |= pool.peopled and bool(pool.name)
-        control.told_may_silence = record["may_silence"]
+        control.leader_may_silence = record["may_silence"]
         if control.sent != record["sent"]:
             control.sent = record["sent"]
             pool.forget_adapters()
@@ -196,36 +196,36 @@ class ShardDuty(Duty):
         fields = message.fields
         return Message({"found": await self._requests(message).abort(fields["rid"], fields["elsewhere"])})
 
-    async def _places(self, message: Message) -> Message:
-        return Message({"found": await self._requests(message).places(message.fields["rid"])})
+    async def _workers_with(self, message: Message) -> Message:
+        return Message({"found": await self._requests(message).workers_with(message.fields["rid"])})
 
     async def _end_group(self, message: Message) -> Message:
         aborted, failures = await self._requests(message).end_group(message.fields["group"])
         return Message({"found": [[aborted, [each.written() for each in failures]]]})
 
-    async def _at_worker(self, message: Message) -> Message:
-        return Message({"found": sorted(await self._requests(message).at(message.fields["url"]))})
+    async def _ids_at(self, message: Message) -> Message:
+        return Message({"found": sorted(await self._requests(message).ids_at(message.fields["url"]))})
 
-    async def _signs(self, message: Message) -> Message:
+    async def _activity(self, message: Message) -> Message:
         name, url = message.fields["pool"], message.fields["url"]
         found = [(pool, each) for pool in self._pools if pool.name == name and (each := pool.fleet.pool.find(url))]
-        return Message({"found": [await pool.health.signs(worker) for pool, worker in found]})
+        return Message({"found": [await pool.health.activity(worker) for pool, worker in found]})
 
-    async def _tell_numbers(self, message: Message) -> Message:
+    async def _report_numbers(self, message: Message) -> Message:
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}
         numbers = {"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held}
         return Message({}, orjson.dumps(numbers))  # the same content as `GET /router/info` of one process
 
-    async def _tell_metrics(self, message: Message) -> Message:
-        return Message({SHARD: str(self.membership.seat.index)}, self._pools.default.router.metrics.render())
+    async def _report_metrics(self, message: Message) -> Message:
+        return Message({SHARD: str(self.membership.shard.index)}, self._pools.default.router.metrics.render())
 
-    async def _tell_counts(self, message: Message) -> Message:
-        return Message({"rows": {name: loads.own() for name, loads in self._peer_loads.items()}})
+    async def _report_loads(self, message: Message) -> Message:
+        return Message({"loads": {name: loads.own_load() for name, loads in self._peer_loads.items()}})
 
-    async def _counted(self, message: Message) -> None:
+    async def _update_peer_loads(self, message: Message) -> None:
         for name, loads in self._peer_loads.items():
-            if name in message.fields["rows"]:
-                loads.told(Row(*message.fields["rows"][name]))
+            if name in message.fields["loads"]:
+                loads.update(PoolLoad(*message.fields["loads"][name]))
 
 
 async def request_leader(
@@ -254,7 +254,7 @@ class Relay:
         """Relay one request. Raises the errors of `Membership.ask`."""
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
-        headers = [pair for pair in scope["headers"] if pair[0] not in AT_THE_DOOR]
+        headers = [pair for pair in scope["headers"] if pair[0] not in EDGE_HEADERS]
         headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
         path = scope["raw_path"].decode("latin-1")
         answer = await request_leader(self._membership, scope["method"], path, scope["query_string"], headers, body)

@@ -14,14 +14,14 @@ from typing import Any
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import REMEMBERED, ClosedTime, Gate
 from miles_router.fleet.pool import WorkerPool
-from miles_router.fleet.standstill import standstill
+from miles_router.fleet.standstill import dump_standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 Record = dict[str, Any]
 
 #: Attributes of a gate, except the requests that wait at it.
-_GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
+_GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "aborting_pauses")
 #: Attributes of a worker that are copied unchanged.
 _COPIED = (
     "reason",
@@ -36,7 +36,7 @@ _COPIED = (
 )
 
 
-def written(fleet: Fleet) -> Record:
+def dump_fleet(fleet: Fleet) -> Record:
     """Return what another process must know of a pool, and what this one needs after a restart."""
     pool = fleet.pool
     return {
@@ -45,15 +45,15 @@ def written(fleet: Fleet) -> Record:
         "unnamed_weights": pool.unnamed_weights,
         "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
         "stalls": pool.stalls,
-        **standstill(fleet),
+        **dump_standstill(fleet),
         "names": list(fleet.model_names),
         "applies_adapters": fleet.applies_adapters,
         "adapters": list(fleet.adapter_names),
-        "workers": written_workers(pool),
+        "workers": dump_workers(pool),
     }
 
 
-def written_workers(pool: WorkerPool) -> list[Record]:
+def dump_workers(pool: WorkerPool) -> list[Record]:
     """Return the workers of a pool and their states."""
     return [_record(worker) for worker in pool]
 
@@ -69,24 +69,24 @@ def _record(worker: Worker) -> Record:
     }
 
 
-def follow_workers(pool: WorkerPool, records: Iterable[Record], own_number: Callable[[], int]) -> None:
+def apply_workers(pool: WorkerPool, records: Iterable[Record], own_number: Callable[[], int]) -> None:
     """Replace the workers of a pool by these, in these states. Makes no decisions."""
     members: list[Worker] = []
-    told: list[Transition] = []
+    transitions: list[Transition] = []
     for record in records:
-        worker, before = _member(pool, record, told)
+        worker, before = _member(pool, record, transitions)
         for name in _COPIED:
             setattr(worker, name, record[name])
         worker.state = WorkerState(record["state"])
         worker.set_attributes(record["attributes"])
-        worker.caches.follow(record["caches"], own_number)
+        worker.caches.apply_state(record["caches"], own_number)
         members.append(worker)
         if worker.state is not before:
-            told.append(Transition(worker, before, worker.state, worker.reason))
-    pool.follow(members, told)
+            transitions.append(Transition(worker, before, worker.state, worker.reason))
+    pool.replace_all(members, transitions)
 
 
-def _member(pool: WorkerPool, record: Record, told: list[Transition]) -> tuple[Worker, WorkerState | None]:
+def _member(pool: WorkerPool, record: Record, transitions: list[Transition]) -> tuple[Worker, WorkerState | None]:
     """Return the worker of a record and its previous state, or None for a registration that is new here."""
     address = parse_worker_url(record["url"])
     known = pool.find(address.url)
@@ -96,26 +96,26 @@ def _member(pool: WorkerPool, record: Record, told: list[Transition]) -> tuple[W
     if known is not None and known.in_flight:  # keep the object, because it counts requests in flight
         worker = known
         if known.serial:
-            told.append(Transition(known, known.state, None, "removed"))
+            transitions.append(Transition(known, known.state, None, "removed"))
     worker.caches = type(worker.caches)()  # requests that chose an old cache must choose again
     worker.serial = record["serial"]
     return worker, None
 
 
-def followed(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> None:
-    """Apply a written pool state to a fleet."""
+def apply_fleet(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> None:
+    """Apply a pool's state to a fleet."""
     pool = fleet.pool
     pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
     pool.stalls, pool.unnamed_weights = record["stalls"], record["unnamed_weights"]
-    follow_workers(pool, record["workers"], own_number)
+    apply_workers(pool, record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
-    fleet.note_heard()
+    fleet.invalidate_reported()
     fleet.applies_adapters |= record["applies_adapters"]
     fleet.note_adapters(record["adapters"])
-    follow_gate(fleet.gate, record["gate"])
+    apply_gate(fleet.gate, record["gate"])
 
 
-def follow_gate(gate: Gate, record: Record) -> None:
+def apply_gate(gate: Gate, record: Record) -> None:
     """Open or close a gate as the recorded one."""
     for name in _GATE:
         setattr(gate, name, record[name])
@@ -123,6 +123,6 @@ def follow_gate(gate: Gate, record: Record) -> None:
     gate.update()
 
 
-def own_numbers(generation: int) -> Iterator[int]:
+def own_cache_numbers(generation: int) -> Iterator[int]:
     """Yield cache numbers that no other process uses; `generation` is unique to each process."""
     return itertools.count((generation << 32) + 1)

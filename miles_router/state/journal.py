@@ -66,7 +66,7 @@ WITH RECURSIVE walk(owner) AS (
 SELECT journal.owner, blob, sum FROM walk JOIN journal ON journal.owner = walk.owner AND seq = 0 LIMIT ?2
 """
 #: Parts of SQLite's messages (`sqlite3_errstr`), each with the error to raise. Python 3.10 does not give error codes.
-MEANINGS: tuple[tuple[str, type[StateError], str], ...] = (
+SQLITE_ERRORS: tuple[tuple[str, type[StateError], str], ...] = (
     ("database is locked", StateHeld, "another running router has it open"),
     ("database or disk is full", StateFull, "no room is left on the disk"),
     ("malformed", StateError, "it is damaged"),
@@ -90,12 +90,12 @@ class Journal:
         """
         self._path = path
         self._shared = shared
-        with self._by_name():
+        with self._named_errors():
             self._connection = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=PATIENCE if shared else 0
             )
         try:
-            with self._by_name():
+            with self._named_errors():
                 self._open(sync)
                 self._counted = path.with_suffix(".acknowledged")
                 self._count = os.open(self._counted, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -103,7 +103,7 @@ class Journal:
             self._connection.close()
             raise
         try:
-            with self._by_name():
+            with self._named_errors():
                 self._check_count()
         except BaseException:
             self.close()
@@ -161,7 +161,7 @@ class Journal:
         Raises:
             StateOutdated: a newer epoch has the slot.
         """
-        with self._by_name():
+        with self._named_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 for work in works:
@@ -227,20 +227,20 @@ class Journal:
         if epoch is not None and epoch < before:
             raise StateOutdated(f"{self._path}: the slot has epoch {before}, and epoch {epoch} is older")
 
-        def enter(journal: Journal) -> None:
+        def set_epoch(journal: Journal) -> None:
             journal.epoch = journal._number("SELECT epoch FROM slot") + 1 if epoch is None else epoch
 
         try:
-            self.transaction((enter,))
+            self.transaction((set_epoch,))
         except BaseException:
             self.epoch = before
             raise
-        entered: int = self.epoch
-        return entered
+        claimed: int = self.epoch
+        return claimed
 
     def load(self, owner: str, table: str = SMALL) -> Blobs:
         """Return the blobs of an owner in one table, ordered by number."""
-        with self._by_name():
+        with self._named_errors():
             rows = self._connection.execute(
                 f"SELECT seq, blob, sum FROM {table} WHERE owner = ? ORDER BY seq", (owner,)
             ).fetchall()  # fetched at once: a cursor kept alive by an exception would keep the file open and locked
@@ -250,7 +250,7 @@ class Journal:
         """Return up to `limit` pairs (owner, head) of the owners that have a head, ordered by name and starting after
         `after`.
         """
-        with self._by_name():
+        with self._named_errors():
             rows = self._connection.execute(OWNERS, (after, limit)).fetchall()
             return [(owner, self._checked(blob, owner, check)) for owner, blob, check in rows]
 
@@ -262,7 +262,7 @@ class Journal:
 
     def holdings(self) -> list[tuple[str, bytes | None, int, int, int]]:
         """Return (owner, head or None, blobs, bytes of small blobs, bytes of large blobs) for each owner."""
-        with self._by_name():
+        with self._named_errors():
             return self._connection.execute(
                 "SELECT owner, max(head), count(*), sum(small), sum(large) FROM (SELECT owner, CASE seq WHEN 0 THEN "
                 f"blob END AS head, length(blob) AS small, 0 AS large FROM {SMALL} "
@@ -271,7 +271,7 @@ class Journal:
 
     def vacuum(self) -> None:
         """Give some space of deleted blobs back to the disk. `slack` stays True while there is more."""
-        with self._by_name():
+        with self._named_errors():
             if self._number("PRAGMA freelist_count") > KEPT_FREE:
                 self._connection.execute(f"PRAGMA incremental_vacuum({VACUUM_STEP})").fetchall()
                 self.slack = self._number("PRAGMA freelist_count") > KEPT_FREE
@@ -282,19 +282,19 @@ class Journal:
 
     def close(self) -> None:
         """Write the WAL back and close the file. Pages that cannot be written back stay in the WAL."""
-        with self._by_name():
+        with self._named_errors():
             try:
                 self._connection.close()
             finally:
                 os.close(self._count)
 
     @contextmanager
-    def _by_name(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            for said, kind, meaning in MEANINGS:
-                if said in str(error):
+            for text, kind, meaning in SQLITE_ERRORS:
+                if text in str(error):
                     raise kind(f"{self._path}: {meaning}") from error
             raise StateError(f"{self._path}: {error}") from error
         except OSError as error:

@@ -59,7 +59,7 @@ class Journals:
         """Whether there may be free space to give back to the disk."""
         return any(journal.slack for journal in self._open.values())
 
-    def do(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Run all jobs and return their outcomes. Without jobs, give some space of deleted blobs back to the disk."""
         self._held.clear()
         if not jobs:
@@ -69,15 +69,14 @@ class Journals:
             by_slot[job.slot].append(job)
         return [
             outcome
-            for its in by_slot.values()
-            for commits, together in groupby(its, key=lambda job: job.commits)
-            for outcome in (self._commit([*together]) if commits else map(self._read, together))
+            for slot_jobs in by_slot.values()
+            for commits, neighbours in groupby(slot_jobs, key=lambda job: job.commits)
+            for outcome in (self._commit([*neighbours]) if commits else map(self._read, neighbours))
         ]
 
     def close(self) -> None:
-        """Close all journals."""
         for slot in [*self._open]:
-            self._release(slot)
+            self._close_slot(slot)
 
     def _vacuum(self) -> None:
         for journal in [journal for journal in self._open.values() if journal.slack][:1]:
@@ -111,11 +110,11 @@ class Journals:
             return None, error
         except StateError as error:
             if not isinstance(error, StateFull):
-                self._release(slot)  # the next job reopens the file and reads its real state
+                self._close_slot(slot)  # the next job reopens the file and reads its real state
             return None, error
         except Exception as error:  # at the thread's boundary: without an answer, callers would wait forever
             logger.error("state_defect", exc_info=error, extra={"fields": {"file": str(self.path(slot))}})
-            self._release(slot)
+            self._close_slot(slot)
             return None, StateError("the router failed; its log has the details")
 
     def _opened(self, slot: int) -> Journal:
@@ -129,7 +128,7 @@ class Journals:
         journal.epoch = self._epochs.get(slot, journal.epoch)
         return journal
 
-    def _release(self, slot: int) -> None:
+    def _close_slot(self, slot: int) -> None:
         journal = self._open.pop(slot, None)
         if journal is not None:
             if self._shared:

@@ -26,13 +26,13 @@ class ByteLocks:
         except OSError as error:
             raise StateError(f"{self._path}: {error.strerror or error}") from None
 
-    def take(self, byte: int, *, beside_others: bool = False) -> bool:
+    def lock(self, byte: int, *, shared: bool = False) -> bool:
         """Lock a byte. Return False if another process holds the lock.
 
         Args:
-            beside_others: take a shared lock, which other processes may also hold.
+            shared: take a shared lock, which other processes may also hold.
         """
-        kind = fcntl.LOCK_SH if beside_others else fcntl.LOCK_EX
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
             fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
         except (BlockingIOError, PermissionError):  # POSIX allows either error for a lock held elsewhere

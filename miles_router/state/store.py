@@ -142,8 +142,8 @@ class StateStore:
 
         Afterwards commits of an older epoch are refused, in every process. A slot that is not claimed keeps its epoch.
         """
-        entered: int = await self._ask(slot, lambda journal: journal.claim(epoch))
-        return entered
+        claimed: int = await self._ask(slot, lambda journal: journal.claim(epoch))
+        return claimed
 
     def exists(self, slot: int) -> bool:
         """Return whether the slot was ever used. Opens nothing."""
@@ -185,7 +185,7 @@ class StateStore:
         self._touched.add(slot)
         job = Job(slot, work, asyncio.get_running_loop().create_future(), commits, size)
         self._queue.append(job)
-        self._give()
+        self._start_jobs()
         try:
             return await job.answer
         except asyncio.CancelledError:
@@ -193,7 +193,7 @@ class StateStore:
                 self._queue.remove(job)
             raise
 
-    def _give(self) -> None:
+    def _start_jobs(self) -> None:
         """Hand waiting jobs to the thread, up to `MAX_WAITING` bytes, unless the thread is busy."""
         if self._working is not None or not (self._queue or (self._journals.slack and not self._closed)):
             return
@@ -201,12 +201,12 @@ class StateStore:
         while self._queue and (not jobs or self.waiting + self._queue[0].size <= MAX_WAITING):
             jobs.append(self._queue.popleft())
             self.waiting += jobs[-1].size
-        self._working = asyncio.get_running_loop().run_in_executor(self._thread, self._journals.do, jobs)
-        self._working.add_done_callback(self._over)
+        self._working = asyncio.get_running_loop().run_in_executor(self._thread, self._journals.run, jobs)
+        self._working.add_done_callback(self._finish_jobs)
 
-    def _over(self, working: asyncio.Future[list[Outcome]]) -> None:
+    def _finish_jobs(self, working: asyncio.Future[list[Outcome]]) -> None:
         self._working, self.waiting = None, 0
-        self._give()
+        self._start_jobs()
         for job, result, error in working.result():
             if job.answer.done():  # the caller was cancelled
                 continue

@@ -21,9 +21,9 @@ from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.shards.peer_loads import PeerLoads, Row
-from miles_router.shards.pools import deciding_pool, following_pool
-from miles_router.shards.state import follow_workers, written_workers
+from miles_router.shards.peer_loads import PeerLoads, PoolLoad
+from miles_router.shards.pools import leader_pool, shard_pool
+from miles_router.shards.state import apply_workers, dump_workers
 
 LEASES = 4_000
 #: Of each prompt.
@@ -49,14 +49,14 @@ def pools(processes: int, workers: int, ranks: int) -> list[WorkerPool]:
     if processes == 1:
         fleet(alone := WorkerPool(), workers, ranks)
         return [alone]
-    fleet(control := deciding_pool(), workers, ranks)
-    following = [following_pool(lambda *_: None) for _ in range(processes)]
+    fleet(control := leader_pool(), workers, ranks)
+    following = [shard_pool(lambda *_: None) for _ in range(processes)]
     for pool in following:
         loads = PeerLoads(pool)
-        follow_workers(pool, written_workers(control), lambda: 0)
+        apply_workers(pool, dump_workers(control), lambda: 0)
         for worker in pool:
             pool.set_ranks(worker, ranks)
-        loads.told(Row(0, {}, processes - 1))
+        loads.update(PoolLoad(0, {}, processes - 1))
     return [*following]
 
 
@@ -66,7 +66,7 @@ def microseconds(pool: WorkerPool, policy: Policy, key: Callable[[int], str | No
     for each in keys:
         begin = time.thread_time()
         lease = pool.lease(policy, each, tokens=TOKENS)
-        lease.release(sampled=sampled_tokens(ANSWER) if lease.tells else 0)
+        lease.release(sampled=sampled_tokens(ANSWER) if lease.measures_pace else 0)
         taken += time.thread_time() - begin
     return taken / LEASES * 1e6
 

@@ -22,8 +22,8 @@ from miles_router.engines.known import CLIENT_PATHS, CONTROL
 from miles_router.generation.attempt import ResumeStatistics
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
-from miles_router.shards.as_one import ShardStatistics
 from miles_router.shards.forwarding import ForwardStatistics
+from miles_router.shards.merged_view import ShardStatistics
 from tests.clients.table import CLIENTS
 from tests.docs.pages import PAGES, anchor, guarantee_tests, guarantees, name_of
 from tests.gpu.fit import ERRORS, REPORT, step_errors

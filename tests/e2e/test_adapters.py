@@ -72,7 +72,7 @@ async def test_a_check_that_fails_once_changes_nothing_for_who_uses_no_adapters(
         for path in ("/server_info", "/get_server_info"):
             worker.faults.hang(path=path, times=None)
         fleet.pool.record_failure(fleet.pool.get(worker.url), "it was late")
-        assert not fleet.heard
+        assert not fleet.all_reported
         assert (await asked(router, CHAT, model="gpt-4")).status == 200
         packed = [*JSON, ("Content-Encoding", "gzip")]
         await router.ask("POST", CHAT, packed, gzip.compress(orjson.dumps(ROUTES[CHAT])))
@@ -109,7 +109,7 @@ async def test_while_a_worker_has_never_said_which_adapters_it_has_a_name_is_nob
         for worker, name in ((silent, "judge"), (other, "judge"), (actor, "actor")):
             await register(router, worker, name)
         fleet = router.app.pools.of_id("judge").fleet
-        await until(lambda: fleet.heard, "they have said that they apply adapters")
+        await until(lambda: fleet.all_reported, "they have said that they apply adapters")
         assert told(await asked(router, "/generate", model="one")) == (503, "no_worker_available")
         assert (await asked(router, "/generate", model="actor:one")).status == 200
         silent.faults.clear()
@@ -124,7 +124,7 @@ async def test_what_a_worker_that_is_lost_has_said_is_known_still() -> None:
         for worker in (lost, other):
             await register(router, worker, None)
         fleet = router.app.pools.default.fleet
-        await until(lambda: fleet.heard, "they have said which they have")
+        await until(lambda: fleet.all_reported, "they have said which they have")
         await lost.kill()
         for _ in range(3):
             fleet.pool.record_failure(fleet.pool.get(lost.url), "it is gone")

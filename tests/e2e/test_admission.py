@@ -193,7 +193,7 @@ async def test_what_a_middleware_asks_waits_for_an_order_that_its_name_is_meant_
             ) as forwarded:
                 return forwarded.reply.status
 
-        with in_flight.ordered("rollout-number-1"):
+        with in_flight.sending_abort("rollout-number-1"):
             async with under_way(ask("rollout-number-1-again")) as waiting:
                 assert await ask("rollout-number-2") == 200
                 assert not waiting.done()

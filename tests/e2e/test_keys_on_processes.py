@@ -10,7 +10,7 @@ import pytest
 from miles_router.fleet.affinity import NAMES, Affinity
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.shards.owners import ShardOwners
-from miles_router.shards.senders import Senders
+from miles_router.shards.process_table import ProcessTable
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_owned_sessions import TEXTS as LAYER
 from tests.support.cache_trial import Trial, checkpoint
@@ -20,8 +20,8 @@ from tests.support.owned import name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, ScriptedWorker, script
-from tests.support.seats import owners_at
 from tests.support.session_trial import SESSIONS
+from tests.support.shard_owners import owners_at
 from tests.support.stage import Stage
 
 CHAT = "/v1/chat/completions"
@@ -81,12 +81,12 @@ async def test_a_key_that_is_half_a_surrogate_pair_is_one_as_well(stage: Stage, 
 
 async def test_nobody_waits_for_the_home_of_a_key_that_is_being_started_again(stage: Stage, tmp_path: Path) -> None:
     worker, held = await stage.worker(), await stage.worker()
-    senders = Senders(tmp_path, 2)
-    owners = owners_at(0, 2, tmp_path, ["", held.url], Affinity(NAMES), lambda other: senders.process(other) != 0)
+    table = ProcessTable(tmp_path, 2)
+    owners = owners_at(0, 2, tmp_path, ["", held.url], Affinity(NAMES), lambda other: table.process_id(other) != 0)
     router = await stage.router(worker, owners=owners)
     for there in (False, True):
         if there:
-            senders.begin(1)
+            table.record_start(1)
         assert (await router.ask("POST", CHAT, [("X-Session-Id", name_of(1, 2)), *JSON], b"{}")).status == 200
         assert (len(worker.requests), len(held.requests)) == (1, int(there))
 

@@ -24,7 +24,6 @@ from tests.support.owned import name_of, names_of, several
 from tests.support.running_router import running_router
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
-from tests.support.seats import owners_at
 from tests.support.session_trial import (
     CHAT,
     JSON,
@@ -35,6 +34,7 @@ from tests.support.session_trial import (
     qwen3,
     user,
 )
+from tests.support.shard_owners import owners_at
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until

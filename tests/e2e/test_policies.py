@@ -85,7 +85,7 @@ async def test_a_reply_that_was_held_up_for_its_client_says_nothing_of_its_worke
             await until(lambda: router.app.router.metrics.bytes_out > 0, "it is on its way")
         assert len((await client.read()).body) > length
         await until(lambda: not router.pool.in_flight, "it is over")
-        assert any(worker.units[0].learned for worker in router.pool) == learned
+        assert any(worker.units[0].measurements for worker in router.pool) == learned
 
 
 async def test_a_policy_of_ones_own_chooses(stage: Stage) -> None:

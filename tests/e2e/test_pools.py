@@ -360,6 +360,20 @@ async def load(worker: SimulatedWorker, name: str) -> None:
     assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
 
 
+async def test_an_adapter_that_one_of_the_workers_has_is_never_answered_by_base_weights() -> None:
+    async with with_lora() as first, with_lora() as second, running_router() as router:
+        await load(second, "one")
+        for worker in (first, second):
+            await register(router, worker, None)
+        first.faults.status(400, path="/load_lora_adapter", times=1)
+        assert (await post(router, "/load_lora_adapter", lora_name="two", lora_path="/x")).status == 502
+        for model in ("one", "two"):
+            answers = [await post(router, CHAT, **{**ROUTES[CHAT], "model": model}) for _ in range(12)]
+            assert {answer.status for answer in answers} == {200, 400}
+        assert not first.log.generations
+        assert {each.lora_path for each in second.log.generations} == {"one", "two"}
+
+
 async def test_adapter_field_is_applied_or_refused_on_routes_without_one() -> None:
     async with one_model_with_adapters() as made:
         assert await made.answers("/v1/messages", model="gpt-4", lora_path="one") == ""

@@ -71,7 +71,7 @@ async def test_a_stalled_scheduler_is_found_under_load_and_comes_back(
     records = [router.pool.get(worker.url) for worker in sglang_workers]
     answers = [generating(router, 120, stream=bool(number & 2)) for number in range(16)]
     await until(lambda: [record.in_flight for record in records] == [8, 8], "both are under load")
-    await until(lambda: records[0].pulse.beats > 8, "streams have begun")
+    await until(lambda: records[0].pulse.pieces > 8, "streams have begun")
     with stopped_scheduler(victim):
         await until(lambda: records[0].state is WorkerState.QUARANTINED, "it is found")
         assert records[0].reason == "stalled: its engine gave no sign of life for 5 s"

@@ -22,7 +22,7 @@ from tests.support.owned import OWNED, name_of, several
 from tests.support.ports import free_ports
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import reply
-from tests.support.seats import owners_at
+from tests.support.shard_owners import owners_at
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -138,7 +138,7 @@ async def test_a_request_is_sent_again_where_that_does_nothing_twice(
 async def test_few_requests_are_under_way_at_an_owner_and_more_are_refused_at_once(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forwarding, "MAX_UNDER_WAY", 3)
+    monkeypatch.setattr(forwarding, "MAX_FORWARDED", 3)
     first, second = await several(stage, tmp_path, 2)
     name = name_of(1, 2)
     layer: Any = second.app.layers[0]
@@ -255,5 +255,5 @@ async def test_a_crowd_that_leaves_wherever_it_is_leaves_nothing_behind(stage: S
     await quiet(*routers)
     for router in routers:
         owners: Any = router.app.router.owners
-        assert not +owners._forwarding._under_way, "nothing is counted as under way"
+        assert not +owners._forwarding._forwarded, "nothing is counted as under way"
         assert (await router.ask("GET", f"/owned/{names[0]}")).status == 200

@@ -158,16 +158,16 @@ async def test_what_cannot_be_made_durable_is_refused_before_any_worker_is_told(
             raise StateFull("the disk is full")
 
         async def full_from_now_on() -> None:
-            router.app.router.fleet.keep = full
+            router.app.router.fleet.save_standstill = full
 
-        router.app.router.fleet.keep, keep = full, router.app.router.fleet.keep
+        router.app.router.fleet.save_standstill, keep = full, router.app.router.fleet.save_standstill
         for path, fields in (("/pause_generation", {"mode": "abort"}), ("/release_memory_occupation", {})):
             refused = await post(router, path, **fields)
             assert (refused.status, refused.error_type) == (507, "state_failed")
             assert not worker.log.at(path)
             assert (await post(router, "/generate", **SHORT)).status == 200
-        router.app.router.fleet.keep = full_from_now_on
+        router.app.router.fleet.save_standstill = full_from_now_on
         assert (await post(router, "/pause_generation", mode="abort")).status == 200
         assert (await post(router, "/continue_generation")).status == 200, "what was done is no failure"
         assert (await post(router, "/generate", **SHORT)).status == 200
-        router.app.router.fleet.keep = keep
+        router.app.router.fleet.save_standstill = keep

@@ -30,7 +30,7 @@ def test_what_a_leader_and_its_shards_promise_holds(seed: int) -> None:
         ("the register", {"one", "leader", "barrier", "store"}, 0),
         ("certainty", {"leader", "barrier"}, 0),
         ("epochs", {"store"}, 12),
-        ("freshness", {"progress: a seat does not act", "progress: a pause is not answered", "one", "store"}, 0),
+        ("freshness", {"progress: a shard does not act", "progress: a pause is not answered", "one", "store"}, 0),
         ("clocks that agree", {"one", "barrier", "store"}, 26),
     ],
 )
@@ -46,33 +46,33 @@ def test_a_lease_is_counted_longer_by_who_gives_it(monkeypatch: pytest.MonkeyPat
 def test_leader_with_a_possible_rival_waits_for_its_certainty() -> None:
     """It may stand still, and write when it goes on."""
     before = protocol.Leader(1, LEASE, 1, 0.0, first=True, stored=NOTHING)
-    before.confirmed(0.0, 0.0)
-    joined = protocol.Join(0, "a life", True, (1, 1), {})
+    before.renew(0.0, 0.0)
+    joined = protocol.Join(0, "an instance", True, (1, 1), {})
     after = protocol.Leader(1, LEASE, 2, 1.0, first=False, stored=NOTHING)
-    alone = protocol.Leader(1, LEASE, 2, 1.0, first=False, stored=NOTHING, alone=True)
+    alone = protocol.Leader(1, LEASE, 2, 1.0, first=False, stored=NOTHING, one_leader_at_a_time=True)
     for leader in (after, alone):
         leader.join(joined, 1.0)
-        leader.confirmed(1.0, 1.0)
-    assert before.is_certain(1.0)
+        leader.renew(1.0, 1.0)
+    assert before.is_sole_leader(1.0)
     assert (after.open, alone.open) == (False, True), "a platform has seen the end of the one before"
     opens = 1.0 + LEASE * protocol.SLACK
-    after.confirmed(opens, opens)
+    after.renew(opens, opens)
     assert after.open
-    assert not before.is_certain(opens)
+    assert not before.is_sole_leader(opens)
 
 
 def test_a_life_goes_on_in_its_seat_where_its_successor_leaves_before_it_has_it() -> None:
     leader = protocol.Leader(1, LEASE, 1, 0.0, first=True, stored=NOTHING)
-    leader.confirmed(0.0, 0.0)
+    leader.renew(0.0, 0.0)
     leader.join(protocol.Join(0, "first", False, (0, 0), None), 0.0)
-    leader.confirmed(0.0, 0.0)
-    leader.heard(0, "first", protocol.Ack(1, 1, 0.0), 0.0)
-    leader.confirmed(0.0, 0.0)
+    leader.renew(0.0, 0.0)
+    leader.record_ack(0, "first", protocol.Ack(1, 1, 0.0), 0.0)
+    leader.renew(0.0, 0.0)
     leader.join(protocol.Join(0, "second", False, (0, 0), None), 1.0)
-    leader.heard(0, "first", protocol.Ack(1, 1, 1.0), 1.0)
-    assert leader.confirmed(2.0, 2.0) == [], "nothing is prolonged while another one waits"
-    leader.left(0, "second")
-    assert leader.confirmed(2.0, 2.0) == [("first", protocol.Beat(1, 1.0))]
+    leader.record_ack(0, "first", protocol.Ack(1, 1, 1.0), 1.0)
+    assert leader.renew(2.0, 2.0) == [], "no lease is renewed while another instance waits"
+    leader.disconnect(0, "second")
+    assert leader.renew(2.0, 2.0) == [("first", protocol.LeaseRenewal(1, 1.0))]
 
 
 def _first_broken(rule: str, known: int) -> str:

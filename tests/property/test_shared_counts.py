@@ -14,8 +14,8 @@ from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
+from tests.support.shared_pools import SharedPools
 from tests.support.tiers import examples
-from tests.support.told_pools import ToldPools
 
 ADDRESSES = [parse_worker_url(f"http://worker-{number}") for number in range(3)]
 PROCESSES = st.integers(0, 1)
@@ -26,7 +26,7 @@ class MachineOfProcesses(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pools = ToldPools(2)
+        self.pools = SharedPools(2)
         self.control, self.data = self.pools.control, self.pools.data
         self.leases: list[list[Lease]] = [[], []]
 

@@ -42,7 +42,7 @@ class Direct(Owners):
 
     async def answers_to(self, scope: Scope, body: bytes) -> list[Any]:
         texts = orjson.loads(body)[HOLDS]
-        return [await self._processes[index].holders.held(texts) for index in self.others(scope)]
+        return [await self._processes[index].holders.look_up(texts) for index in self.others(scope)]
 
 
 class Process:

@@ -111,7 +111,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.record_alive(worker, version)
             refused = self.pool.readmission_refused(worker)
             if worker.state is WorkerState.QUARANTINED and refused:
-                self.pool.keep_out(worker, refused)
+                self.pool.set_quarantine_reason(worker, refused)
                 assert not self.pool.readmit(worker, "back")
             elif worker.state is WorkerState.QUARANTINED:
                 assert self.pool.readmit(worker, "back")
@@ -136,7 +136,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_those_of_requests_and_of_sessions_that_are_away(self) -> None:
-        away = list(self.pool.homes.away)
+        away = list(self.pool.homes.idle)
         assert not any(home.running for home in away)
         for worker in self.ever:
             for unit in worker.units:

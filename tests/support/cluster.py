@@ -23,7 +23,7 @@ from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from tests.support.http import Pairs, RawReply, ask
 from tests.support.owned import be_patient
 from tests.support.running_router import QUIETLY
-from tests.support.seats import owners_at
+from tests.support.shard_owners import owners_at
 from tests.support.waiting import until
 
 

@@ -22,7 +22,7 @@ import orjson
 from miles_router.serving.process import ALIVE, READY, Assignment, spawn
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.places import Seat, Shards
+from miles_router.shards.topology import Shard, Shards
 from tests.support.http import RawReply, ask
 from tests.support.running_router import QUIETLY
 from tests.support.waiting import STEP, until
@@ -205,10 +205,10 @@ class RunningMachines:
             file = self._directory / f"control-{index}"
             file.write_text(control, encoding="ascii")
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
-        part.start(self._assigned(Seat(self.shards, index, directory, part.url, file), **changed))
+        part.start(self._assigned(Shard(self.shards, index, directory, part.url, file), **changed))
 
     async def replace(self, index: int) -> Part:
-        """Start the shard of this seat elsewhere, as a platform does that takes its machine for lost."""
+        """Start this shard elsewhere, as a platform does that takes its machine for lost."""
         before, self.nodes[index] = self.nodes[index], self.part(f"node-{index}-{next(self._generations)}")
         self.start_node(index)
         await self.nodes[index].serves()
@@ -217,7 +217,7 @@ class RunningMachines:
     def _file(self) -> Path:
         return self._directory / "control"
 
-    def _assigned(self, place: Shards | Seat, **changed: Any) -> Assignment:
+    def _assigned(self, place: Shards | Shard, **changed: Any) -> Assignment:
         return Assignment(replace(self._config, **changed), None, place, os.getpid(), next(self._generations))
 
 

@@ -18,7 +18,7 @@ from miles_router.middlewares.state import BODY_SAYS
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from tests.support.running_router import RunningRouter
-from tests.support.seats import owners_at
+from tests.support.shard_owners import owners_at
 from tests.support.stage import Stage
 from tests.support.waiting import PATIENCE
 

@@ -18,6 +18,6 @@ def quiet_fleet(*, failure_threshold: int = 1) -> Fleet:
         pool=pool,
         gate=Gate(pool.admission, max_held=10, timeout=0),
         policy=LeastInFlight(),
-        questions=Probes(upstream, timeout=1.0),
-        orders=FanOut(upstream),
+        probes=Probes(upstream, timeout=1.0),
+        fan_out=FanOut(upstream),
     )

@@ -1,13 +1,13 @@
 """A world in which a leader and its shards have a hard time: clocks that run apart, messages that are late, connections
-that are cut, processes that are stopped and killed, seats and leaders that are started twice. Four promises are held at
-each step:
+that are cut, processes that are stopped and killed, shards and leaders that are started twice. Four promises are held
+at each step:
 
     barrier   no generation is written behind an answered pause, until somebody asks to go on
-    one       no two lives of a seat may act at the same time
-    store     a turn that was answered is in what the next life of its seat reads
+    one       no two instances of a shard may act at the same time
+    store     a turn that was answered is in what the next instance of its shard reads
     leader    engines are told nothing by a leader once a later one has told them something
 
-and a fifth at the end, where nothing fails any more: all seats act, and a pause is answered.
+and a fifth at the end, where nothing fails any more: all shards act, and a pause is answered.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from miles_router.shards.protocol import NEVER, Ack, Beat, Join, Leader, Life, Said
+from miles_router.shards.protocol import NEVER, Ack, Follower, Join, Leader, LeaderMessage, LeaseRenewal
 
-SEATS, LEASE = 3, 8.0
+SHARDS, LEASE = 3, 8.0
 #: Seconds between two beats, of trouble, and until all is well behind that.
 BEAT, TROUBLE, CALM = 1.0, 90.0, 80.0
 #: How far clocks run apart: within the tenth that is allowed, and beyond it.
@@ -42,11 +42,11 @@ class World:
         self.calm = False
         #: The register: the last leader's term.
         self.term = 0
-        #: The store: what was decided last, and of each seat the epoch and the turns.
+        #: The store: what was decided last, and of each shard the epoch and the turns.
         self.stored: tuple[tuple[int, int], Any] = ((0, 0), RUNNING)
-        self.epochs = [0] * SEATS
-        self.turns: list[list[int]] = [[] for _ in range(SEATS)]
-        self.answered: list[list[int]] = [[] for _ in range(SEATS)]
+        self.epochs = [0] * SHARDS
+        self.turns: list[list[int]] = [[] for _ in range(SHARDS)]
+        self.answered: list[list[int]] = [[] for _ in range(SHARDS)]
         self.paused_at: float | None = None
         #: The greatest term of a leader that has told engines something.
         self.told = 0
@@ -60,9 +60,9 @@ class World:
     def leaders(self) -> list[LeaderNode]:
         return [each for each in self.nodes if isinstance(each, LeaderNode) and not each.dead]
 
-    def lives(self, seat: int | None = None) -> list[LifeNode]:
-        found = [each for each in self.nodes if isinstance(each, LifeNode) and not each.dead]
-        return [each for each in found if seat in (None, each.seat)]
+    def instances(self, shard: int | None = None) -> list[InstanceNode]:
+        found = [each for each in self.nodes if isinstance(each, InstanceNode) and not each.dead]
+        return [each for each in found if shard in (None, each.shard)]
 
     def later(self, delay: float, work: Callable[[], None], node: Node | None = None) -> None:
         """Do something then; if it is a node's, as soon as that runs, and never where it is dead."""
@@ -94,8 +94,8 @@ class World:
                 heapq.heappush(self._events, (node.stopped_until, number, node, work))
                 continue
             work()
-            for seat in range(SEATS):
-                if sum(each.life.may_act(each.clock()) for each in self.lives(seat)) > 1:
+            for shard in range(SHARDS):
+                if sum(each.follower.may_act(each.clock()) for each in self.instances(shard)) > 1:
                     raise Broken("one")
         self.now = until
 
@@ -103,24 +103,24 @@ class World:
         """Something goes wrong, or somebody pauses; and again soon."""
         if self.calm:
             return
-        dice, lives, leaders = self.random, self.lives(), self.leaders
+        dice, instances, leaders = self.random, self.instances(), self.leaders
         kinds = ("cut", "cut", "stop", "stop", "stop leader", "kill", "kill leader", "twice", "second leader")
         kind = "pause" if dice.random() < 0.25 else dice.choice(kinds)
-        if kind == "cut" and lives and leaders:
-            way = frozenset((dice.choice(leaders), dice.choice(lives)))
+        if kind == "cut" and instances and leaders:
+            way = frozenset((dice.choice(leaders), dice.choice(instances)))
             self.cut.add(way)
             self.later(dice.uniform(0.5, 25), lambda: self.cut.discard(way))
-        elif kind == "stop" and lives:
-            dice.choice(lives).stop(dice.choice((0.5, 4, 7, 9, 20)))
+        elif kind == "stop" and instances:
+            dice.choice(instances).stop(dice.choice((0.5, 4, 7, 9, 20)))
         elif kind == "stop leader" and leaders:
             dice.choice(leaders).stop(dice.choice((0.5, 4, 7, 9, 20)))
-        elif kind == "kill" and lives:
-            dice.choice(lives).end(dice.uniform(0.1, 3))
+        elif kind == "kill" and instances:
+            dice.choice(instances).end(dice.uniform(0.1, 3))
         elif kind == "kill leader" and leaders:
             dice.choice(leaders).dead = True
             self.later(dice.uniform(0.1, 3), lambda: LeaderNode(self).begin())
         elif kind == "twice":  # whoever starts processes takes one for dead
-            LifeNode(self, dice.randrange(SEATS)).begin()
+            InstanceNode(self, dice.randrange(SHARDS)).begin()
         elif kind == "second leader":
             LeaderNode(self).begin()
         elif leaders:
@@ -130,8 +130,8 @@ class World:
     def play(self) -> Counter[str]:
         """All of it. Raises Broken."""
         LeaderNode(self).begin()
-        for seat in range(SEATS):
-            LifeNode(self, seat).begin()
+        for shard in range(SHARDS):
+            InstanceNode(self, shard).begin()
         self.later(3, self.trouble)
         self.run(TROUBLE)
         self.calm = True
@@ -147,8 +147,10 @@ class World:
         self.paused_at, leader.pausing, answered = None, False, self.counts["pauses"]
         leader.decide(RUNNING)
         self.run(10)
-        if any(sum(each.life.may_act(each.clock()) for each in self.lives(seat)) != 1 for seat in range(SEATS)):
-            raise Broken("progress: a seat does not act")
+        if any(
+            sum(each.follower.may_act(each.clock()) for each in self.instances(shard)) != 1 for shard in range(SHARDS)
+        ):
+            raise Broken("progress: a shard does not act")
         leader.pause()
         self.run(20)
         if self.counts["pauses"] == answered:
@@ -157,7 +159,7 @@ class World:
 
 
 class Connection:
-    """Between a life and a leader."""
+    """Between an instance and a leader."""
 
     lost = False
 
@@ -187,9 +189,9 @@ class LeaderNode(Node):
         super().__init__(world)
         first = world.term == 0 or world.without == "waiting for leases"
         self.term = world.term = world.term + 1
-        self.core = Leader(SEATS, LEASE, self.term, self.clock(), first=first, stored=world.stored)
+        self.core = Leader(SHARDS, LEASE, self.term, self.clock(), first=first, stored=world.stored)
         self.pausing = False
-        self._shards: dict[str, tuple[LifeNode, Connection]] = {}
+        self._shards: dict[str, tuple[InstanceNode, Connection]] = {}
 
     def begin(self) -> None:
         self.world.later(0.05, self._ask_register, self)
@@ -208,25 +210,25 @@ class LeaderNode(Node):
             if not last:
                 self.dead = True
                 return
-            self._deliver(self.core.confirmed(began, self.clock()))
+            self._deliver(self.core.renew(began, self.clock()))
             self.world.later(BEAT, self._ask_register, self)
 
         self.world.later(dice.uniform(0.001, 0.05), asked, self)
 
-    def _deliver(self, told: Iterable[tuple[str, Said]]) -> None:
-        for life, said in told:
-            if life in self._shards:
-                self._say(*self._shards[life], said)
+    def _deliver(self, told: Iterable[tuple[str, LeaderMessage]]) -> None:
+        for instance, said in told:
+            if instance in self._shards:
+                self._say(*self._shards[instance], said)
 
-    def _say(self, node: LifeNode, connection: Connection, said: Said) -> None:
+    def _say(self, node: InstanceNode, connection: Connection, said: LeaderMessage) -> None:
         self.world.send(connection, self, node, lambda: node.hear(connection, said))
 
-    def joined(self, node: LifeNode, connection: Connection, join: Join) -> None:
-        self._shards[join.life] = node, connection
+    def joined(self, node: InstanceNode, connection: Connection, join: Join) -> None:
+        self._shards[join.instance] = node, connection
         self._deliver(self.core.join(join, self.clock()))
 
-    def heard(self, node: LifeNode, ack: Ack) -> None:
-        self.core.heard(node.seat, node.name, ack, self.clock())
+    def heard(self, node: InstanceNode, ack: Ack) -> None:
+        self.core.record_ack(node.shard, node.name, ack, self.clock())
 
     def decide(self, state: Any) -> int | None:
         """Commit a state to the store and tell it; None where a later leader has taken that over."""
@@ -250,7 +252,7 @@ class LeaderNode(Node):
         if not self._is_last():
             self.dead = True
             return
-        self._deliver(self.core.confirmed(self.clock(), self.clock()))
+        self._deliver(self.core.renew(self.clock(), self.clock()))
         if not self.world.calm and self.world.random.random() < 0.2:  # stopped right before the write
             self.stop(25)
             self.world.later(0.5, lambda: LeaderNode(self.world).begin())
@@ -258,7 +260,7 @@ class LeaderNode(Node):
         self.world.later(self.world.random.uniform(0.001, 0.01), self._tell_engines, self)
 
     def _certain(self) -> bool:
-        return self.world.without in ("certainty", "the register") or self.core.is_certain(self.clock())
+        return self.world.without in ("certainty", "the register") or self.core.is_sole_leader(self.clock())
 
     def _tell_engines(self) -> None:
         self.pausing = self._certain()
@@ -283,14 +285,14 @@ class LeaderNode(Node):
         self.decide(RUNNING)
 
 
-class LifeNode(Node):
-    """A process in a seat: it writes generations, and answers turns that the store has."""
+class InstanceNode(Node):
+    """A process in a shard: it writes generations, and answers turns that the store has."""
 
-    def __init__(self, world: World, seat: int) -> None:
+    def __init__(self, world: World, shard: int) -> None:
         super().__init__(world)
-        self.seat = seat
-        self.name = f"{seat}.{len(world.nodes)}"
-        self.life = Life(seat, self.name, LEASE)
+        self.shard = shard
+        self.name = f"{shard}.{len(world.nodes)}"
+        self.follower = Follower(shard, self.name, LEASE)
         self._leader: LeaderNode | None = None
         self._connection = Connection()
         self._heard_at = 0.0
@@ -303,13 +305,13 @@ class LifeNode(Node):
 
     def end(self, pause: float = 0.5) -> None:
         """It ends, and whoever started it starts the next one, unless another is there."""
-        world, seat = self.world, self.seat
+        world, shard = self.world, self.shard
         self.dead = True
-        world.later(pause, lambda: None if world.lives(seat) else LifeNode(world, seat).begin())
+        world.later(pause, lambda: None if world.instances(shard) else InstanceNode(world, shard).begin())
 
     def _connect(self) -> None:
         world = self.world
-        if self.life.over:
+        if self.follower.replaced:
             self.end()
             return
         reached = [each for each in world.leaders if frozenset((each, self)) not in world.cut]
@@ -321,71 +323,71 @@ class LifeNode(Node):
             return
         leader, connection = newest[0], Connection()
         self._leader, self._connection, self._heard_at = leader, connection, world.now
-        join = self.life.join(self.clock())
+        join = self.follower.join_message(self.clock())
         if world.without == "freshness":
-            join = join._replace(fresh=True)
+            join = join._replace(has_lease=True)
         world.send(connection, self, leader, lambda: leader.joined(self, connection, join))
 
-    def hear(self, connection: Connection, said: Said) -> None:
+    def hear(self, connection: Connection, said: LeaderMessage) -> None:
         leader = self._leader
         if leader is None or connection is not self._connection:
             return
         self._heard_at = self.world.now
-        if isinstance(said, Beat) and self.world.without == "leases from sending":
+        if isinstance(said, LeaseRenewal) and self.world.without == "leases from sending":
             said = said._replace(stamp=self.clock())
-        ack = self.life.hear(said, self.clock())
+        ack = self.follower.handle(said, self.clock())
         if ack is not None:
             self.world.send(connection, self, leader, lambda: leader.heard(self, ack))
-        if self.life.over:
+        if self.follower.replaced:
             self.end()
 
     def _beat(self) -> None:
         leader, connection = self._leader, self._connection
         if leader is not None:
-            ack = self.life.ack(self.clock())
+            ack = self.follower.make_ack(self.clock())
             self.world.send(connection, self, leader, lambda: leader.heard(self, ack))
             if self.world.now - self._heard_at > LEASE / 2:  # silent: it is left
                 self._leader = None
-                self.world.send(connection, self, leader, lambda: leader.core.left(self.seat, self.name))
+                self.world.send(connection, self, leader, lambda: leader.core.disconnect(self.shard, self.name))
                 self._connect()
         self.world.later(BEAT, self._beat, self)
 
     def _may(self) -> bool:
         if self.world.without == "leases":
-            return self.life.epoch is not None and not self.life.over
-        return self.life.may_act(self.clock())
+            return self.follower.epoch is not None and not self.follower.replaced
+        return self.follower.may_act(self.clock())
 
     def _generate(self) -> None:
-        if self._may() and self.life.state == RUNNING:
+        if self._may() and self.follower.state == RUNNING:
             if self.world.paused_at is not None:
                 raise Broken("barrier")
             self.world.counts["writes"] += 1
         self.world.later(self.world.random.uniform(0.05, 0.4), self._generate, self)
 
     def _turn(self) -> None:
-        world, seat, epoch = self.world, self.seat, self.life.epoch
+        world, shard, epoch = self.world, self.shard, self.follower.epoch
         if self._may() and epoch is not None:
             if self._loaded == epoch:
                 if not world.calm and world.random.random() < 0.004:  # stopped right before the commit
                     self.stop(20)
-                    world.later(0.5, lambda: LifeNode(world, seat).begin())
+                    world.later(0.5, lambda: InstanceNode(world, shard).begin())
                 world.later(world.random.uniform(0.001, 0.05), lambda: self._commit(epoch), self)
-            elif epoch < world.epochs[seat]:
+            elif epoch < world.epochs[shard]:
                 self.end()
             else:
-                world.epochs[seat], self._loaded, self._memory = epoch, epoch, list(world.turns[seat])
-                if set(world.answered[seat]) - set(self._memory):
+                world.epochs[shard], self._loaded, self._memory = epoch, epoch, list(world.turns[shard])
+                if set(world.answered[shard]) - set(self._memory):
                     raise Broken("store")
         world.later(world.random.uniform(0.2, 1.0), self._turn, self)
 
     def _commit(self, epoch: int) -> None:
-        world, seat = self.world, self.seat
-        if epoch < world.epochs[seat] and world.without != "epochs":
+        world, shard = self.world, self.shard
+        if epoch < world.epochs[shard] and world.without != "epochs":
             world.counts["refused"] += 1
             self.end()
             return
-        if self._memory != world.turns[seat]:
+        if self._memory != world.turns[shard]:
             raise Broken("store")
         world.counts["turns"] += 1
-        for turns in (self._memory, world.turns[seat], world.answered[seat]):
+        for turns in (self._memory, world.turns[shard], world.answered[shard]):
             turns.append(world.counts["turns"])

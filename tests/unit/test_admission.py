@@ -105,14 +105,14 @@ async def settled() -> None:
 
 def test_a_session_begins_where_there_is_room() -> None:
     scene = Scene(MEMORY, MEMORY)
-    assert scene.rules.most() > MEMORY, "a worker without sessions takes any"
+    assert scene.rules.longest_prompt() > MEMORY, "a worker without sessions takes any"
     assert scene.turn("a", 400) is not scene.turn("b", 300)
-    assert scene.rules.most() == 200
+    assert scene.rules.longest_prompt() == 200
     scene.pool.homes.forget("a")
-    assert scene.rules.most() > MEMORY
+    assert scene.rules.longest_prompt() > MEMORY
     for worker in scene.pool:
         scene.pool.remove(worker)
-    assert scene.rules.most() > MEMORY, "whoever looks for a worker says that there is none"
+    assert scene.rules.longest_prompt() > MEMORY, "whoever looks for a worker says that there is none"
 
 
 def test_it_goes_where_the_room_is_whatever_the_policy_prefers() -> None:

@@ -17,8 +17,8 @@ from miles_router.client.errors import (
     InvalidSample,
     NotFound,
     RouterClientError,
+    convert_errors,
     read_error,
-    reading,
 )
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.sample import read_json
@@ -125,9 +125,12 @@ def test_a_refused_sample_names_its_invariant() -> None:
 
 
 def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_on() -> None:
-    with pytest.raises(InvalidReply, match="the reply of /x has an unexpected form: no samples in JSON"), reading("/x"):
+    with (
+        pytest.raises(InvalidReply, match="the reply of /x has an unexpected form: no samples in JSON"),
+        convert_errors("/x"),
+    ):
         read_json(b"{}")
-    with pytest.raises(InvalidSample) as caught, reading("/x"):
+    with pytest.raises(InvalidSample) as caught, convert_errors("/x"):
         raise InvalidTrajectory("aligned", "3 tokens, 2 logprobs")
     assert (caught.value.invariant, caught.value.status) == ("aligned", 0)
     assert str(caught.value) == "aligned: 3 tokens, 2 logprobs"

@@ -84,7 +84,7 @@ def test_it_says_why_it_is_closed_and_whether_the_router_did_it(
 ) -> None:
     gate = made()
     close(gate)
-    assert (gate.deliberate, gate.reason()) == (deliberate, reason)
+    assert (gate.closed_by_router, gate.reason()) == (deliberate, reason)
 
 
 async def test_who_comes_back_to_it_goes_before_those_who_came_later() -> None:
@@ -134,10 +134,10 @@ class Lease:
     """What a gate asks of a membership."""
 
     def __init__(self) -> None:
-        self.is_fresh = True
+        self.may_act = True
 
     def check(self) -> None:
-        if not self.is_fresh:
+        if not self.may_act:
             raise Unavailable("not fresh")
 
 
@@ -151,12 +151,12 @@ async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
     lease = Lease()
     gate = leased_made(lease)
     assert gate.is_open()
-    lease.is_fresh = False
+    lease.may_act = False
     assert gate.closed
     assert not gate.is_open()
     with pytest.raises(Unavailable):
         await gate.wait(Who())
-    lease.is_fresh = True
+    lease.may_act = True
     assert not gate.closed
 
 

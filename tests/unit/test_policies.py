@@ -17,7 +17,7 @@ from miles_router.errors import ConfigError, PolicyFault
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import PlacementRequest, Policy
 from miles_router.fleet.placement.homes import Homes
-from miles_router.fleet.placement.paces import SILENT, Paces
+from miles_router.fleet.placement.paces import SILENT, PaceEstimates
 from miles_router.fleet.placement.policies import Checked, LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
@@ -106,7 +106,7 @@ def timed(pool: WorkerPool, policy: Policy, clock: Clock, key: str | None, secon
 def paced(count: int) -> tuple[WorkerPool, Clock]:
     clock = Clock()
     pool = pool_of(count, Homes(now=clock))
-    pool.paces = Paces(now=clock)
+    pool.paces = PaceEstimates(now=clock)
     return pool, clock
 
 
@@ -170,8 +170,8 @@ def test_a_worker_that_was_slower_is_so_no_more() -> None:
         for lease in leases:
             lease.release(sampled=100)
     assert slow.pace == 1
-    assert slow.learned is not None
-    assert abs(slow.learned.lag) < 0.1
+    assert slow.measurements is not None
+    assert abs(slow.measurements.lag) < 0.1
 
 
 def slow_for(pool: WorkerPool, policy: Policy, clock: Clock) -> Unit:
@@ -235,7 +235,7 @@ def test_what_is_known_of_an_engine_s_pace_is_forgotten_with_it() -> None:
     (pool, clock), policy = paced(2), LeastInFlight()
     slow = slow_for(pool, policy, clock)
     pool.record_failure(slow.worker, "it is silent")
-    assert (slow.pace, slow.learned) == (1.0, None)
+    assert (slow.pace, slow.measurements) == (1.0, None)
 
 
 def test_large_fleet_is_compared_in_turns() -> None:

@@ -145,11 +145,11 @@ def test_readmission_is_by_policy(readmit: ReadmitPolicy, version: str | None, r
 
 def test_the_reason_for_staying_out_is_told_when_it_changes_and_only_then() -> None:
     scene = Scene.of("ab")
-    scene.pool.keep_out(scene["b"], "ready workers are not kept out")
+    scene.pool.set_quarantine_reason(scene["b"], "ready workers are not kept out")
     assert not scene.pool.readmit(scene["b"], "nor readmitted")
     worker = scene.quarantine("a")
     for reason in ("old weights", "old weights", "sick", "sick"):
-        scene.pool.keep_out(worker, reason)
+        scene.pool.set_quarantine_reason(worker, reason)
     assert [each.reason for each in scene.told] == ["no answer", "old weights", "sick"]
     assert scene.story[1:] == [("a", QUARANTINED, QUARANTINED)] * 2
 
@@ -189,11 +189,11 @@ async def test_a_worker_with_a_new_key_has_to_report_its_adapters_again() -> Non
     fleet, address = quiet_fleet(), parse_worker_url("http://worker")
     worker = fleet.pool.add(address, api_key="old")
     fleet.note_applies(worker, True, frozenset({"adapter"}))
-    assert fleet.heard
+    assert fleet.all_reported
     fleet.pool.add(address, api_key="old")
-    assert fleet.heard, "nothing has changed"
+    assert fleet.all_reported, "nothing has changed"
     fleet.pool.add(address, api_key="new")
-    assert not fleet.heard
+    assert not fleet.all_reported
 
 
 def test_a_new_generation_has_a_cache_of_the_new_weights_alone() -> None:
@@ -211,7 +211,7 @@ def test_a_flush_leaves_nothing_to_keep_apart() -> None:
     caches = PrefixCaches()
     caches.change("1", new_number())
     older = caches.choose(None)
-    caches.flushed()
+    caches.record_flush()
     assert (caches.choose(None), caches.choose(older)) == (0, 0)
     assert caches.versions(0, "2") == ["2"]
     caches.change("2", new_number())

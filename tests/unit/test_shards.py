@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.actions import Pause
-from miles_router.fleet.caches import set_apart
+from miles_router.fleet.caches import space_numbers
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
@@ -21,27 +21,27 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.held_names import KeptNames
+from miles_router.shards.held_names import MappedHeldNames
 from miles_router.shards.membership import Membership
-from miles_router.shards.peer_loads import Row, joined, less
-from miles_router.shards.places import Seat, Shards
-from miles_router.shards.pools import deciding_pool, ending, following_pool, settle
-from miles_router.shards.shard import ShardDuty
-from miles_router.shards.state import followed, own_numbers, written
+from miles_router.shards.peer_loads import PoolLoad, subtract_load, sum_loads
+from miles_router.shards.pools import leader_pool, release_idle_workers, retiring_workers, shard_pool
+from miles_router.shards.shard import ShardRole
+from miles_router.shards.state import apply_fleet, dump_fleet, own_cache_numbers
+from miles_router.shards.topology import Shard, Shards
 from miles_router.slots import slot_of
-from tests.support.told_pools import ToldPools
+from tests.support.shared_pools import SharedPools
 
 A, B = (parse_worker_url(url) for url in ("http://a", "http://b"))
 
 
 @pytest.fixture
-def pools() -> ToldPools:
-    made = ToldPools(2)
+def pools() -> SharedPools:
+    made = SharedPools(2)
     made.add(A, B)
     return made
 
 
-def test_a_removed_worker_is_known_until_its_last_request_has_ended(pools: ToldPools) -> None:
+def test_a_removed_worker_is_known_until_its_last_request_has_ended(pools: SharedPools) -> None:
     lease = pools.data[0].lease(LeastInFlight(), preferred="http://a")
     pools.control.remove(pools.control.get("http://a"))
     pools.follow(*pools.data)
@@ -52,7 +52,7 @@ def test_a_removed_worker_is_known_until_its_last_request_has_ended(pools: ToldP
     assert pools.control.find("http://a") is None
 
 
-def test_a_data_process_decides_nothing_and_says_what_it_saw(pools: ToldPools) -> None:
+def test_a_data_process_decides_nothing_and_says_what_it_saw(pools: SharedPools) -> None:
     pool = pools.data[0]
     a, b = pool
     for _ in range(5):
@@ -66,7 +66,7 @@ def test_a_data_process_decides_nothing_and_says_what_it_saw(pools: ToldPools) -
 
 
 def test_nothing_is_supposed_where_nobody_has_told_anything_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, pools = 0.0, ToldPools(3)
+    now, pools = 0.0, SharedPools(3)
     pools.add(A, B)
     pool = pools.data[0]
     monkeypatch.setattr(pools.loads[pool], "_now", lambda: now)
@@ -84,14 +84,14 @@ def test_nothing_is_supposed_where_nobody_has_told_anything_for_long(monkeypatch
 
 def test_what_others_chose_long_ago_is_no_pace() -> None:
     """The first that a process is told of others says what they have chosen since they were started."""
-    pools = ToldPools(1)
+    pools = SharedPools(1)
     pools.add(A, B)
     (pool,) = pools.data
     for choices in (100_000, 100_001, 100_001):
-        pools.loads[pool].told(Row(choices, {}, 7))
+        pools.loads[pool].update(PoolLoad(choices, {}, 7))
         for _ in range(10):
             pool.lease(LeastInFlight()).release()
-    pools.loads[pool].told(Row(100_001, {}, 7))
+    pools.loads[pool].update(PoolLoad(100_001, {}, 7))
     for _ in range(10):
         pool.lease(LeastInFlight())
     assert sum(worker.units[0].in_flight for worker in pool) <= 12
@@ -99,16 +99,16 @@ def test_what_others_chose_long_ago_is_no_pace() -> None:
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 3), min_size=4, max_size=4))))
 def test_all_but_one_have_what_all_have_without_its_part(loads: list[dict[str, list[int]]]) -> None:
-    rows = [Row(n, {url: _worker(each) for url, each in row.items()}) for n, row in enumerate(loads)]
+    rows = [PoolLoad(n, {url: _worker(each) for url, each in row.items()}) for n, row in enumerate(loads)]
     for index, row in enumerate(rows):
-        assert _shown(less(joined(rows), row)) == _shown(joined(rows[:index] + rows[index + 1 :]))
+        assert _shown(subtract_load(sum_loads(rows), row)) == _shown(sum_loads(rows[:index] + rows[index + 1 :]))
 
 
 def _worker(in_flight: list[int]) -> tuple[int, list[list[int]]]:
     return sum(in_flight), [[rank, count, 0, count] for rank, count in enumerate(in_flight)]
 
 
-def _shown(row: Row) -> Any:
+def _shown(row: PoolLoad) -> Any:
     workers = {}
     for url, (leases, units) in row.workers.items():
         loads = {rank: load for rank, *load in units if any(load)}
@@ -121,7 +121,7 @@ def spread(processes: int, share_of_first: float) -> float:
     """How far 32 workers are apart in the mean, in which each tenth of a second 16 requests come and as many end."""
     rng = random.Random(1)
     random.seed(2)
-    pools, policy = ToldPools(processes), LeastInFlight()
+    pools, policy = SharedPools(processes), LeastInFlight()
     pools.add(*(parse_worker_url(f"http://worker-{number}") for number in range(32)))
     running: list[Lease] = []
     apart: list[int] = []
@@ -149,17 +149,17 @@ def test_a_process_that_has_all_requests_chooses_as_if_it_were_alone() -> None:
     assert spread(8, 1.0) < spread(1, 1.0) + 0.5
 
 
-def test_a_drain_that_has_begun_anew_does_not_end_by_what_was_told_before(pools: ToldPools) -> None:
+def test_a_drain_that_has_begun_anew_does_not_end_by_what_was_told_before(pools: SharedPools) -> None:
     drained: list[int] = []
     a = pools.control.get("http://a")
     pools.control.drain(a, lambda: drained.append(1))
     pools.follow(*pools.data)
     pools.tell()
-    leaving = ending(pools.control)
+    leaving = retiring_workers(pools.control)
     pools.add(a.address)
     pools.data[0].lease(LeastInFlight(), preferred=a.url)
     pools.control.drain(a, lambda: drained.append(2))
-    settle(pools.control, leaving)
+    release_idle_workers(pools.control, leaving)
     assert drained == [1], "the second one waits for a request that nobody has told of yet"
     assert pools.shown()["http://a"] == 1
 
@@ -169,20 +169,20 @@ NOBODY = cast(Any, None)
 
 def fleet_of(pool: WorkerPool) -> Fleet:
     gate = Gate(pool.admission, max_held=10, timeout=0)
-    return Fleet(pool=pool, gate=gate, policy=LeastInFlight(), questions=NOBODY, orders=NOBODY)
+    return Fleet(pool=pool, gate=gate, policy=LeastInFlight(), probes=NOBODY, fan_out=NOBODY)
 
 
 class Pair:
     """A fleet that is decided, and one that follows it."""
 
     def __init__(self) -> None:
-        set_apart()
-        self.pool = deciding_pool(failure_threshold=1)
+        space_numbers()
+        self.pool = leader_pool(failure_threshold=1)
         self.decided = fleet_of(self.pool)
         self.told: list[tuple[str, str, str | None]] = []
-        self.followers = [following_pool(lambda *_: None) for _ in range(2)]
+        self.followers = [shard_pool(lambda *_: None) for _ in range(2)]
         self.fleets = [fleet_of(each) for each in self.followers]
-        self.numbers = [own_numbers(row) for row in range(2)]
+        self.numbers = [own_cache_numbers(row) for row in range(2)]
         self.followers[0].listeners.append(self._note)
 
     def _note(self, transition: Transition) -> None:
@@ -190,9 +190,9 @@ class Pair:
         self.told.append((transition.worker.url, "none" if before is None else before.value, after and after.value))
 
     def follow(self) -> None:
-        record = json.loads(json.dumps(written(self.decided)))
+        record = json.loads(json.dumps(dump_fleet(self.decided)))
         for fleet, numbers in zip(self.fleets, self.numbers, strict=True):
-            followed(record, fleet, numbers.__next__)
+            apply_fleet(record, fleet, numbers.__next__)
 
 
 @pytest.fixture
@@ -233,7 +233,8 @@ def test_the_gate_is_as_closed_and_cuts_are_known(pair: Pair) -> None:
     pair.decided.begin_pause(Pause("abort"))
     pair.follow()
     gate = pair.fleets[0].gate
-    assert (gate.closed, gate.mode, gate.cuts, gate.describe()) == (True, "abort", 1, pair.decided.gate.describe())
+    assert (gate.closed, gate.mode, gate.aborting_pauses) == (True, "abort", 1)
+    assert gate.describe() == pair.decided.gate.describe()
     pair.decided.end_pause()
     pair.follow()
     assert not gate.closed
@@ -252,7 +253,7 @@ def test_while_weights_change_no_two_generations_of_any_process_share_a_cache(pa
         pair.follow()
         assert pair.followers[0].weights_epoch % 2 == 1
         numbers = [each.caches.choose(None) for _ in range(5) for each in (one, other)]
-    pair.pool.updated(list(pair.pool), "2")
+    pair.pool.record_update(list(pair.pool), "2")
     pair.follow()
     assert len(set(numbers)) == len(numbers)
     assert max(numbers) < one.caches.number, "what went on from them is of the past"
@@ -261,29 +262,29 @@ def test_while_weights_change_no_two_generations_of_any_process_share_a_cache(pa
 
 
 def test_bounds_of_the_router_are_shared_out_and_nothing_moves() -> None:
-    duty = ShardDuty(Membership(Seat(Shards(3), 0, Path("nowhere"), ""), 1, abort))
-    config = duty.config(RouterConfig(max_connections=100, gate_max_held=9))
+    role = ShardRole(Membership(Shard(Shards(3), 0, Path("nowhere"), ""), 1, abort))
+    config = role.config(RouterConfig(max_connections=100, gate_max_held=9))
     assert (config.max_connections, config.gate_max_held, config.move_after) == (34, 3, 0)
-    assert duty.config(RouterConfig()).max_connections == 0, "no bound is none"
+    assert role.config(RouterConfig()).max_connections == 0, "no bound is none"
 
 
 def abort() -> None:
-    raise AssertionError("nobody has its seat")
+    raise AssertionError("nobody has its shard")
 
 
 def test_there_is_always_room_for_what_is_held_and_the_oldest_lost_names_make_it(tmp_path: Path) -> None:
-    first = KeptNames(tmp_path / "names", 3)
+    first = MappedHeldNames(tmp_path / "names", 3)
     for name in ("a", "b", "c"):
         first.add(name)
-    second = KeptNames(tmp_path / "names", 3)
+    second = MappedHeldNames(tmp_path / "names", 3)
     for name in ("d", "e", "f"):
         second.add(name)
-    third = KeptNames(tmp_path / "names", 3)
+    third = MappedHeldNames(tmp_path / "names", 3)
     assert all(map(third.was_lost, "abcdef"))
     for name in ("g", "h"):
         third.add(name)
     assert [name for name in "abcdefgh" if third.was_lost(name)] == ["c", "d", "e", "f"]
-    fourth = KeptNames(tmp_path / "names", 3)
+    fourth = MappedHeldNames(tmp_path / "names", 3)
     assert {name for name in "abcdefgh" if fourth.was_lost(name)} == set("cdefgh")
 
 

@@ -333,7 +333,7 @@ import pathlib, sys
 from miles_router.state.locks import ByteLocks
 
 locks = ByteLocks(pathlib.Path(sys.argv[1]))
-print(locks.take(7, beside_others=sys.argv[2] == "beside"), flush=True)
+print(locks.lock(7, shared=sys.argv[2] == "beside"), flush=True)
 sys.stdin.read()
 """
 
@@ -351,15 +351,15 @@ def other(directory: Path, how: str) -> Iterator[str]:
 def test_who_looks_sees_the_lock_of_a_leader(tmp_path: Path) -> None:
     mine = ByteLocks(tmp_path)
     with other(tmp_path, "alone") as took:
-        assert (took, mine.take(7, beside_others=True), mine.take(8, beside_others=True)) == ("True", False, True)
-    assert mine.take(7), "it has ended"
+        assert (took, mine.lock(7, shared=True), mine.lock(8, shared=True)) == ("True", False, True)
+    assert mine.lock(7), "it has ended"
     mine.close()
 
 
 def test_those_that_look_at_once_take_none_of_them_for_the_leader(tmp_path: Path) -> None:
     mine = ByteLocks(tmp_path)
     with other(tmp_path, "beside") as took:
-        assert (took, mine.take(7, beside_others=True), mine.take(7)) == ("True", True, False)
+        assert (took, mine.lock(7, shared=True), mine.lock(7)) == ("True", True, False)
     mine.close()
 
 
@@ -391,12 +391,12 @@ def count_no_more(journal: Journal) -> None:
 async def test_a_pause_that_was_refused_is_not_found_by_the_next_router(tmp_path: Path) -> None:
     store, fleet = StateStore(tmp_path), quiet_fleet()
     row = StandstillRow(store, "", fleet)
-    await row.keep()
+    await row.save()
     await store._ask(CONTROL, count_no_more)
     fleet.begin_pause(Pause("abort"))
     with pytest.raises(StateError):
-        await row.keep()
+        await row.save()
     fleet.end_pause()
-    await row.keep()
+    await row.save()
     assert [each async for each in store.owners(CONTROL)] == []
     await store.close()

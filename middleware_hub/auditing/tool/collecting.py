@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from middleware_hub.auditing.tool.verdict import AuditedEpisodes
 from miles_router.client import ErrorReply, InvalidReply, NotFound, RouterClient
-from miles_router.client.errors import reading
+from miles_router.client.errors import convert_errors
 
 #: Candidate episodes for each wanted sample: the most recently used ones, since their weights are probably loaded.
 DRAWN_FROM = 8
@@ -63,7 +63,7 @@ async def collect(client: RouterClient, wanted: Sampling, progress: Progress) ->
             if wanted.episodes:
                 raise
             continue
-        with reading(f"an audit of {name}"):
+        with convert_errors(f"an audit of {name}"):
             compared += found.add(answer)
     progress(of, of)
     return found

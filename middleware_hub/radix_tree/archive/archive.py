@@ -17,7 +17,7 @@ from typing import Any
 from middleware_hub.radix_tree.archive.entry_rows import (
     parent_in_family,
     read_entry,
-    written_entry,
+    write_entry,
 )
 from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
 from middleware_hub.radix_tree.archive.text_rows import RowsRead, TextRows
@@ -259,7 +259,7 @@ class TextArchive:
     def _entry_bytes(self, entry: Entry) -> bytes:
         parent = parent_in_family(entry)
         parent_text = None if parent is None else self._cache.whole_text_of(parent)
-        return written_entry(entry, self._cache.whole_text_of(entry), parent_text, with_rows=self._rows.write)
+        return write_entry(entry, self._cache.whole_text_of(entry), parent_text, with_rows=self._rows.write)
 
     # Deleting
 

@@ -40,7 +40,7 @@ def parent_in_family(entry: Entry) -> Entry | None:
     return parent if parent is not None and parent.family is entry.family else None
 
 
-def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows: bool) -> bytes:
+def write_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows: bool) -> bytes:
     """Return an entry as bytes.
 
     Args:

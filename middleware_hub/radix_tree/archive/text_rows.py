@@ -135,10 +135,10 @@ class TextRows:
             rows = None if entry is None or kind not in entry.rows else entry.rows[kind].rows
             if entry is None or (kept and (rows is None or not (rows.held or len(rows) == rows.start))):
                 continue
-            place: int | None = number
-            while place is not None and place not in needed:
-                needed.add(place)
-                place = records[place].parent
+            ancestor: int | None = number
+            while ancestor is not None and ancestor not in needed:
+                needed.add(ancestor)
+                ancestor = records[ancestor].parent
         for number in records.keys() - needed:
             self.count(family, -records.pop(number).nbytes)
             family.rows.unsaved.pop(number, None)

@@ -39,7 +39,7 @@ class TextRollouts:
     # Events
 
     @contextmanager
-    def under_way(
+    def track(
         self, exchange: Exchange, request: GenerateRequest, prompts: Sequence[TokenizedText]
     ) -> Iterator[RunningRollouts]:
         """Yield the rollouts of a request's generations; inside this context the request counts as in flight."""
@@ -67,7 +67,7 @@ class TextRollouts:
                 rollout.used_at = time.time()
                 self._remove_if_over(rollout)
 
-    def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
+    def record_turn(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
         """Add a recorded generation to its rollout, and count its tokens for the run."""
         if entry.node is None:  # already evicted
             return
@@ -77,7 +77,7 @@ class TextRollouts:
         given, cached = turn.prompt - reused, facts.cached_tokens
         self._router.run.record(turn.sampled(), given=given, reused=reused, cached=cached, reason=turn.reason)
 
-    def read(self, entry: Entry, tokens: int) -> None:
+    def count_trained(self, entry: Entry, tokens: int) -> None:
         """Count the first `tokens` tokens of a generation as trained, each sampled token once.
 
         Equal siblings share the recorded turns that they continue. The first read of each sibling counts another of
@@ -93,7 +93,7 @@ class TextRollouts:
         if trained.total():
             self._router.run.train(trained)
 
-    def rewarded(self, found: Iterable[Retrieved], rewards: Iterable[object]) -> None:
+    def record_rewards(self, found: Iterable[Retrieved], rewards: Iterable[object]) -> None:
         """Count a reward for each text (None: unknown), under the weight version that sampled the text's end."""
         for each, reward in zip(found, rewards, strict=False):
             if reward is not None:
@@ -189,7 +189,7 @@ class RunningRollouts:
         self._exchange = exchange
         self._asked_at = asked_at
 
-    def recorded(self, generation: int, prompt: TokenizedText, entry: Entry, meta: Mapping[str, Any]) -> None:
+    def record_turn(self, generation: int, prompt: TokenizedText, entry: Entry, meta: Mapping[str, Any]) -> None:
         """Add a recorded generation to its rollout; `meta` is the engine's `meta_info`."""
         routing, cached = self._exchange.routing, meta.get("cached_tokens")
         facts = RequestFacts(
@@ -200,7 +200,7 @@ class RunningRollouts:
             answered_at=time.time(),
             waited_s=round(routing.waited, 6),
         )
-        self._rollouts.recorded(self._each[generation], prompt, entry, facts)
+        self._rollouts.record_turn(self._each[generation], prompt, entry, facts)
 
 
 def _sampled_within(turn: TextTurn | None, tokens: int) -> tuple[TextTurn | None, int]:

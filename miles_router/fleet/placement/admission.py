@@ -22,21 +22,21 @@ class Admission:
     """
 
     def __init__(self, share: float, homes: Homes, snapshot: Callable[[], Snapshot]) -> None:
-        self.bounds = share > 0
+        self.is_limited = share > 0
         self._share = share
         self._homes = homes
         self._snapshot = snapshot
         self._reserved: tuple[Unit, ...] = ()
 
-    def begins(self, key: str | None) -> bool:
+    def begins_session(self, key: str | None) -> bool:
         """Return True if a generation with this key begins a session to which the limit applies."""
-        return self.bounds and key is not None and not self._homes.begun(key)
+        return self.is_limited and key is not None and not self._homes.has_begun(key)
 
     def has_room(self, tokens: int, *, spare: bool = False) -> bool:
         """Return True if a session with a prompt of `tokens` may begin now. `spare` leaves out the reserved units."""
-        return self.most(spare=spare) >= tokens
+        return self.longest_prompt(spare=spare) >= tokens
 
-    def most(self, *, spare: bool = False) -> float:
+    def longest_prompt(self, *, spare: bool = False) -> float:
         """Return the length in tokens of the longest prompt that a session may begin with now.
 
         Without any unit this is infinite: the request then fails when it looks for a worker. `spare` leaves out the
@@ -58,9 +58,9 @@ class Admission:
             all(unit.capacity is not None and unit.capacity < tokens for unit in units) for units in self._groups
         )
 
-    def places(self, key: str | None, units: Sequence[Unit], tokens: int) -> Sequence[Unit]:
+    def units_with_room(self, key: str | None, units: Sequence[Unit], tokens: int) -> Sequence[Unit]:
         """Return the units where a generation may go: all, unless it begins a session and some units have room."""
-        if not tokens or not self.begins(key):
+        if not tokens or not self.begins_session(key):
             return units
         return [unit for unit in units if unit not in self._reserved and self._room(unit) >= tokens] or units
 
@@ -84,8 +84,8 @@ class Admission:
     def _room(self, unit: Unit) -> float:
         """Return how many tokens may be added to a unit.
 
-        This is infinite for a unit without sessions, so that the queue always advances, and for a unit whose engine was
-        asked for its memory and did not report it.
+        This is infinite for a unit without sessions, so that the queue always advances. It is also infinite for a unit
+        whose engine was asked for its memory and did not report it.
         """
         if not (unit.tokens and unit.sessions):
             return inf

@@ -2,7 +2,7 @@
 
 A home is remembered rather than hashed, so a new worker moves no session. Policies move sessions, between two turns.
 While a session has no request in flight (its tools run), its tokens still count on its unit, because its next turn will
-come. They stop counting when the session ends, or when it is away for several times the usual absence. The usual
+come. They stop counting when the session ends, or when it is idle for several times the usual absence. The usual
 absence is learned, since clients do not announce how long a tool runs.
 """
 
@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from miles_router.fleet.workers import Role, Unit
 
-#: A session that is away for PATIENCE times the mean absence counts no more. The limit is between SHORTEST and LONGEST
+#: A session that is idle for PATIENCE times the mean absence counts no more. The limit is between SHORTEST and LONGEST
 #: seconds, and LONGEST until a first session has come back.
 PATIENCE, SHORTEST, LONGEST = 10.0, 1.0, 600.0
 #: The weight of one absence in the running mean.
 _WEIGHT = 0.02
-#: Seconds between two checks for sessions that are away for too long.
-_BETWEEN_LOOKS = 0.05
+#: Seconds between two checks for sessions that are idle for too long.
+_CHECK_INTERVAL = 0.05
 
 
 def prefill_key(key: str) -> str:
@@ -31,7 +31,7 @@ def prefill_key(key: str) -> str:
 class SessionHome:
     """The home of one session."""
 
-    __slots__ = ("key", "moved", "prompts", "running", "since", "stayed", "tokens", "unit")
+    __slots__ = ("idle_since", "key", "moved", "prompts", "running", "stayed", "tokens", "unit")
 
     def __init__(self, key: str, unit: Unit) -> None:
         self.key = key
@@ -47,10 +47,9 @@ class SessionHome:
         #: How often the session has moved.
         self.moved = 0
         #: When its last request in flight ended.
-        self.since = 0.0
+        self.idle_since = 0.0
 
     def move(self, unit: Unit) -> None:
-        """Make `unit` the home."""
         self.unit, self.stayed = unit, 0
         self.moved += 1
 
@@ -62,9 +61,9 @@ class Homes:
         self._max_keys = max_keys
         self._now = now
         self._homes: OrderedDict[str, SessionHome] = OrderedDict()
-        self._away: OrderedDict[str, SessionHome] = OrderedDict()  # counted without a request in flight; longest first
-        self._mean: float | None = None
-        self._looks_at = 0.0
+        self._idle: OrderedDict[str, SessionHome] = OrderedDict()  # counted without a request in flight; longest first
+        self._mean_absence: float | None = None
+        self._next_check = 0.0
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -72,32 +71,34 @@ class Homes:
     def __contains__(self, key: str) -> bool:
         return key in self._homes
 
-    def begun(self, key: str) -> bool:
+    def has_begun(self, key: str) -> bool:
         """Return True if a generation of this session is in flight or was answered."""
         home = self._homes.get(key)
         return home is not None and bool(home.tokens or home.prompts)
 
     @property
-    def away(self) -> Collection[SessionHome]:
+    def idle(self) -> Collection[SessionHome]:
         """The homes that are counted though their session has no request in flight."""
-        return self._away.values()
+        return self._idle.values()
 
     def find(self, key: str | None) -> SessionHome | None:
         """Return the home of the session that sends a request, or None if it has none, and stop counting its tokens.
 
-        A call of `settle` must follow. The session's absence enters the mean, even if the session was away too long to
-        be counted: otherwise a mean that is too short would never grow.
+        A call of `record_choice` must follow. The session's absence enters the mean, even if the session was idle too
+        long to be counted: otherwise a mean that is too short would never grow.
         """
         self.expire()
         if key is None or (home := self._homes.get(key)) is None:
             return None
         if not home.running:
             self._uncount(home)
-            absence = min(LONGEST, self._now() - home.since)
-            self._mean = absence if self._mean is None else self._mean + _WEIGHT * (absence - self._mean)
+            absence = min(LONGEST, self._now() - home.idle_since)
+            self._mean_absence = (
+                absence if self._mean_absence is None else self._mean_absence + _WEIGHT * (absence - self._mean_absence)
+            )
         return home
 
-    def settle(
+    def record_choice(
         self,
         key: str,
         home: SessionHome | None,
@@ -118,13 +119,13 @@ class Homes:
             tokens: the length of the prompt; 0 for a request that generates nothing.
         """
         if home is not None and home.unit is not unit and home.unit not in candidates:
-            lost = not tokens or self.begun(key)
+            lost = not tokens or self.has_begun(key)
             if lost and home.unit in routable and not home.unit.worker.failures:
-                self.stay_away(home)
+                self.count_idle(home)
                 return None
-        return self.enter(key, home, unit, tokens)
+        return self.record_start(key, home, unit, tokens)
 
-    def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
+    def record_start(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
         """Count a session's request on `unit`, make `unit` its home, and return that home."""
         if home is None:
             home = self._homes[key] = SessionHome(key, unit)
@@ -144,7 +145,7 @@ class Homes:
             home.prompts += 1
         return home
 
-    def leave(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
+    def record_end(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
         """Record the end of one of the session's requests. Only an answered one changes the tokens it holds."""
         home.running -= 1
         if tokens:
@@ -154,34 +155,35 @@ class Homes:
         if not home.running:
             home.unit.sessions -= 1
             if self._homes.get(home.key) is home:
-                home.since = self._now()
-                self.stay_away(home)
+                home.idle_since = self._now()
+                self.count_idle(home)
 
-    def stay_away(self, home: SessionHome) -> None:
+    def count_idle(self, home: SessionHome) -> None:
         """Count the tokens that a session holds at home, unless a request of it is in flight."""
-        if not home.running and home.key not in self._away:
-            self._away[home.key] = home
+        if not home.running and home.key not in self._idle:
+            self._idle[home.key] = home
             home.unit.tokens += home.tokens
             home.unit.sessions += 1
-            home.unit.away += 1
+            home.unit.idle_sessions += 1
 
     def forget(self, key: str) -> None:
-        """Forget a session that has ended."""
         if (home := self._homes.pop(key, None)) is not None:
             self._uncount(home)
 
     def expire(self) -> None:
-        """Stop counting the sessions that have been away for too long."""
-        away, now = self._away, self._now()
-        if not away or now < self._looks_at:
+        """Stop counting the sessions that have been idle for too long."""
+        idle, now = self._idle, self._now()
+        if not idle or now < self._next_check:
             return
-        self._looks_at = now + _BETWEEN_LOOKS
-        latest = now - (LONGEST if self._mean is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean)))
-        while away and (home := next(iter(away.values()))).since < latest:
+        self._next_check = now + _CHECK_INTERVAL
+        latest = now - (
+            LONGEST if self._mean_absence is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean_absence))
+        )
+        while idle and (home := next(iter(idle.values()))).idle_since < latest:
             self._uncount(home)
 
     def _uncount(self, home: SessionHome) -> None:
-        if self._away.pop(home.key, None) is not None:
+        if self._idle.pop(home.key, None) is not None:
             home.unit.tokens -= home.tokens
             home.unit.sessions -= 1
-            home.unit.away -= 1
+            home.unit.idle_sessions -= 1

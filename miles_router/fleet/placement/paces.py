@@ -35,74 +35,79 @@ SLOWER, NO_SLOWER, BY_CHANCE = 0.3, 0.1, 9.0
 SILENT, SHORTEST, LONGEST, LONGER = 30.0, 5.0, 600.0, 32
 
 
-class Learned:
+class PaceMeasurements:
     """The measurements of one unit."""
 
-    __slots__ = ("answers", "doubted_at", "lag", "patience")
+    __slots__ = ("answers", "duration_factor", "expires_at", "lag")
 
     def __init__(self) -> None:
         self.answers = 0
         #: Logarithm of its seconds per token over the mean of all units.
         self.lag = 0.0
         #: When the verdict "slower" expires, and the factor on how long the next verdict lasts.
-        self.doubted_at, self.patience = 0.0, 1
+        self.expires_at, self.duration_factor = 0.0, 1
 
 
-class Paces:
+class PaceEstimates:
     """The speed estimates of all units of one pool, from the answers that this process has relayed."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
         self._answers = 0
         self._mean = 0.0  # logarithm of the seconds for each token
-        self._spread = 1.0  # variance of answers around their unit's mean
-        self._lasts = 0.0  # mean seconds of an answer
+        self._variance = 1.0  # variance of answers around their unit's mean
+        self._mean_duration = 0.0  # mean seconds of an answer
         self._slower: list[Unit] = []
 
-    def note(self, unit: Unit, begun: float, tokens: int) -> None:
-        """Record an answer of `tokens` output tokens that `unit` has finished. `begun` is in the time of `now`."""
+    def record_answer(self, unit: Unit, started_at: float, tokens: int) -> None:
+        """Record an answer of `tokens` output tokens that `unit` has finished. `started_at` is in the time of `now`."""
         now = self.now()
-        seconds = now - begun
+        seconds = now - started_at
         if not FEWEST <= tokens <= MOST or seconds <= 0:
             return
-        if (learned := unit.learned) is None:
-            learned = unit.learned = Learned()
-        taken, answers, spread, lag = log(seconds / tokens), self._answers + 1, self._spread, learned.lag
-        mean = taken if answers == 1 else self._mean
-        taken = min(mean + FURTHEST, max(mean - FURTHEST, taken))
+        if (measured := unit.measurements) is None:
+            measured = unit.measurements = PaceMeasurements()
+        log_pace, answers, variance, lag = log(seconds / tokens), self._answers + 1, self._variance, measured.lag
+        mean = log_pace if answers == 1 else self._mean
+        log_pace = min(mean + FURTHEST, max(mean - FURTHEST, log_pace))
         weight = 1 / answers if answers < ALL else OF_ALL
-        self._answers, self._lasts = answers, self._lasts + weight * (seconds - self._lasts)
-        self._mean = mean = mean + weight * (taken - mean)
-        apart = taken - mean - lag
-        self._spread = spread + (1 / (answers + SPREADING) if answers < ALL else OF_ALL) * (apart * apart - spread)
-        learned.answers = own = learned.answers + 1
+        self._answers, self._mean_duration = answers, self._mean_duration + weight * (seconds - self._mean_duration)
+        self._mean = mean = mean + weight * (log_pace - mean)
+        deviation = log_pace - mean - lag
+        self._variance = variance + (1 / (answers + SPREADING) if answers < ALL else OF_ALL) * (
+            deviation * deviation - variance
+        )
+        measured.answers = own = measured.answers + 1
         weight = 1 / (own + BEGINNING) if own < ONE else OF_ONE
-        learned.lag = lag = lag + weight * apart
+        measured.lag = lag = lag + weight * deviation
         if lag >= SLOWER or unit.pace > 1:
-            self._judge(unit, learned, weight)
+            self._update_verdict(unit, measured, weight)
         elif lag < NO_SLOWER:
-            learned.patience = 1
+            measured.duration_factor = 1
         if self._slower:
-            self._doubt(now)
+            self._expire_verdicts(now)
 
-    def _judge(self, unit: Unit, learned: Learned, weight: float) -> None:
+    def _update_verdict(self, unit: Unit, measured: PaceMeasurements, weight: float) -> None:
         """Set or clear the verdict of a unit whose lag is high or that is called slower, and its expiry."""
-        lag = learned.lag
+        lag = measured.lag
         if unit.pace == 1:
-            if learned.answers < FIRST or lag * lag <= BY_CHANCE * self._spread * weight:
+            if measured.answers < FIRST or lag * lag <= BY_CHANCE * self._variance * weight:
                 return
             self._slower.append(unit)
         elif lag < NO_SLOWER:
             self._slower.remove(unit)
-            unit.pace, learned.patience = 1.0, 1
+            unit.pace, measured.duration_factor = 1.0, 1
             return
         unit.pace = exp(lag)
-        learned.doubted_at = self.now() + learned.patience * min(LONGEST, max(SHORTEST, SILENT * self._lasts))
+        measured.expires_at = self.now() + measured.duration_factor * min(
+            LONGEST, max(SHORTEST, SILENT * self._mean_duration)
+        )
 
-    def _doubt(self, now: float) -> None:
+    def _expire_verdicts(self, now: float) -> None:
         """Drop the expired verdicts. The unit's lag stays just high enough that slow answers restore the verdict."""
-        for unit in [unit for unit in self._slower if unit.learned is None or unit.learned.doubted_at <= now]:
+        for unit in [unit for unit in self._slower if unit.measurements is None or unit.measurements.expires_at <= now]:
             self._slower.remove(unit)
             unit.pace = 1.0
-            if (learned := unit.learned) is not None:
-                learned.lag, learned.patience = min(learned.lag, SLOWER), min(LONGER, 2 * learned.patience)
+            if (measured := unit.measurements) is not None:
+                measured.lag = min(measured.lag, SLOWER)
+                measured.duration_factor = min(LONGER, 2 * measured.duration_factor)

@@ -107,7 +107,7 @@ def _sessionless(unit: Unit) -> int:
 
     Too low where another process serves sessions there: this one cannot see which of those are idle.
     """
-    return max(0, unit.in_flight - unit.sessions + unit.away)
+    return max(0, unit.in_flight - unit.sessions + unit.idle_sessions)
 
 
 class Checked:

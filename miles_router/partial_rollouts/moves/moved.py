@@ -78,7 +78,7 @@ class MovedAttempt(Attempt):
         An abort by a client, or by a pause in the meantime, ends the generation here; an outer layer may resume it.
         """
         routing, gate = self.exchange.routing, self._services.router.gate
-        mine = routing.move is not None and routing.move.cuts == gate.cuts
+        mine = routing.move is not None and routing.move.cuts == gate.aborting_pauses
         return mine and is_abort(finish) and not routing.aborted and not is_failure(finish)
 
 
@@ -226,7 +226,7 @@ class MovedAnswer(ResumableAnswer):
         gate, cuts = self.services.router.gate, self._relocation.cuts
         task = asyncio.get_running_loop().create_task(work, name="carry a moved generation on")
         try:
-            while not task.done() and (gate.cuts == cuts or not waits()):
+            while not task.done() and (gate.aborting_pauses == cuts or not waits()):
                 await asyncio.wait({task}, timeout=PAUSE_CHECK_SECONDS)
         finally:
             if not task.done():

@@ -160,8 +160,8 @@ class Mover:
             try:
                 check_size(stay.body, engines)
                 request = read_movable(read_json(stay.body), engines)
-                order.enter_context(self._services.in_flight.ordered(request.body[RID]))
-                if await self._services.in_flight.named(request.body[RID], source.url) != {exchange}:
+                order.enter_context(self._services.in_flight.sending_abort(request.body[RID]))
+                if await self._services.in_flight.matching(request.body[RID], source.url) != {exchange}:
                     raise Immovable("named_alike")
             except (BadRequest, Immovable) as refusal:
                 reason = refusal.reason if isinstance(refusal, Immovable) else "unreadable"
@@ -180,7 +180,7 @@ class Mover:
                 body=stay.body,
                 source=source.url,
                 target=target.url,
-                cuts=self._fleet.gate.cuts,
+                cuts=self._fleet.gate.aborting_pauses,
                 attempts=self._attempts,
             )
             *_, name = request.body[RID], *exchange.routing.names_inward(request.body[RID])

@@ -1,10 +1,10 @@
 """Rollouts with verl's calls and fields (`verl/experimental/agent_loop`, `verl/workers/rollout/llm_server.py`), through
 a router in place of Ray actors.
 
-ServerManager       replaces `LLMServerClient`: `generate(request_id, prompt_ids=..., sampling_params=...)` AgentLoop
-replaces `AgentLoopBase`; `register("name")` adds a loop to `single_turn_agent` and `tool_agent` AgentLoopWorker
-runs loops by their names, many at a time RouterLoadBalancer  is loaded by `rollout.router_config_path`: verl's own
-loops and servers, with a router between them
+ServerManager       replaces `LLMServerClient`: `generate(request_id, prompt_ids=..., sampling_params=...)`
+AgentLoop           replaces `AgentLoopBase`; `register("name")` adds a loop to `single_turn_agent` and `tool_agent`
+AgentLoopWorker     runs loops by their names, many at a time
+RouterLoadBalancer  is loaded by `rollout.router_config_path`: verl's own loops and servers, with a router between them
 """
 
 from miles_router.client.dialects.verl.agent_loop import (

@@ -186,11 +186,11 @@ class AgentLoopWorker:
         """
         made: dict[int, AgentLoopOutput] = {}
 
-        async def one(place: int) -> None:
-            made[place] = await self.run(sampling_params, **samples[place])
+        async def one(index: int) -> None:
+            made[index] = await self.run(sampling_params, **samples[index])
 
-        await together([one(place) for place in range(len(samples))], name="agent loop")
-        return [made[place] for place in range(len(samples))]
+        await together([one(index) for index in range(len(samples))], name="agent loop")
+        return [made[index] for index in range(len(samples))]
 
     async def run(
         self, sampling_params: Mapping[str, Any], *, agent_name: str | None = None, **fields: Any

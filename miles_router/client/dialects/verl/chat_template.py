@@ -7,8 +7,8 @@ from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
 #: A placeholder for the model's turn: sampled tokens are never rendered or encoded again.
-SAID = "answer"
-TURN: Messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": SAID})
+ANSWER = "answer"
+TURN: Messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER})
 
 
 class UnusableTemplate(ValueError):
@@ -43,12 +43,12 @@ class ChatTemplate:
         """
         before = self._render(TURN, tools, begin=False)
         after = self._render([*TURN, *messages], tools, begin=True)
-        said = before.rfind(SAID)
-        if said < 0 or not after.startswith(before):
+        at = before.rfind(ANSWER)
+        if at < 0 or not after.startswith(before):
             raise UnusableTemplate("the chat template writes a turn differently once messages follow it")
-        behind = after[said + len(SAID) :]
+        rest = after[at + len(ANSWER) :]
         last = self.text(sampled[-1:])
-        return self._encode(behind[len(last) :] if last and behind.startswith(last) else behind)
+        return self._encode(rest[len(last) :] if last and rest.startswith(last) else rest)
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode token ids, special tokens included."""

@@ -15,7 +15,7 @@ from miles_router.client.router_client import RouterClient
 
 URL = "router_url"
 #: Required fields of the file: verl sends no bound with a generation, and a default would cut its responses.
-NEEDED = (URL, "prompt_length", "response_length")
+REQUIRED = (URL, "prompt_length", "response_length")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RouterLoadBalancer:
     """
 
     def __init__(self, servers: Mapping[str, Any], router_kwargs: Mapping[str, Any]) -> None:
-        if missing := [name for name in NEEDED if name not in router_kwargs]:
+        if missing := [name for name in REQUIRED if name not in router_kwargs]:
             raise ValueError(f"{missing[0]} is missing in the file at rollout.router_config_path")
         fields = {name: value for name, value in router_kwargs.items() if name not in (URL, "router_class")}
         self._url, self._config = str(router_kwargs[URL]), RolloutConfig(**fields)

@@ -136,15 +136,15 @@ class ServerManager:
             raise InvalidReply(
                 f"generation {generation.rid}: the engine read {generation.prompt_tokens} tokens, not {len(prompt)}"
             )
-        told = meta.get("output_token_logprobs") or []
-        if logprobs and [entry[1] for entry in told] != ids:
+        entries = meta.get("output_token_logprobs") or []
+        if logprobs and [entry[1] for entry in entries] != ids:
             raise InvalidReply(f"generation {generation.rid} has logprobs of other tokens than it sampled")
         experts = None
         if self._config.enable_rollout_routing_replay and ids:
             experts = await self._client.routed_experts(rid=generation.rid)
         return TokenOutput(
             token_ids=ids,
-            log_probs=[entry[0] for entry in told] if logprobs else None,
+            log_probs=[entry[0] for entry in entries] if logprobs else None,
             routed_experts=experts,
             stop_reason=generation.finish_reason,
             num_preempted=meta.get("num_retractions"),

@@ -37,7 +37,6 @@ class Episode:
     steps: dict[str, Any] = field(default_factory=dict)
 
     def add_generation(self, output: TokenOutput) -> None:
-        """Append a generation's tokens."""
         self._add(output.token_ids, 1, output.log_probs)
         self.last = output
         self.generations += 1
@@ -46,7 +45,6 @@ class Episode:
             self.metrics.num_preempted = max(0, self.metrics.num_preempted) + output.num_preempted
 
     def add_tool_answers(self, ids: Sequence[int]) -> None:
-        """Append the tokens of tool answers."""
         self._add(ids, 0, None)
         self.tool_turns += 1
 
@@ -125,12 +123,12 @@ class ToolAgentLoop(AgentLoop):
     async def _call(self, calls: Sequence[FunctionCall], episode: Episode) -> list[dict[str, str]]:
         answers: dict[int, tuple[str, float | None]] = {}
 
-        async def one(place: int) -> None:
-            answers[place] = await call_tool(calls[place], self.tools)
+        async def one(index: int) -> None:
+            answers[index] = await call_tool(calls[index], self.tools)
 
         with episode.metrics.measure("tool_calls"):
-            await together([one(place) for place in range(len(calls))], name="tool")
-        in_order = [answers[place] for place in range(len(calls))]
+            await together([one(index) for index in range(len(calls))], name="tool")
+        in_order = [answers[index] for index in range(len(calls))]
         episode.tool_rewards += [reward for _, reward in in_order if reward is not None]
         length, side = self.config.max_tool_response_length, self.config.tool_response_truncate_side
         return [{"role": "tool", "content": shorten(text, length, side)} for text, _ in in_order]

@@ -1,6 +1,6 @@
-"""The register of leaders: whether a leader is the last one.
+"""Leadership: whether a leader is the last one.
 
-A leader asks it before it prolongs a lease and before it sends control requests to engines.
+A leader asks before it renews a lease and before it sends control requests to engines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from miles_router.state.store import StateStore
 logger = logging.getLogger(__name__)
 
 
-class Register(Protocol):
-    """A record of which leader is the last one."""
+class Leadership(Protocol):
+    """The right to lead, which a later leader takes over."""
 
     async def claim(self) -> tuple[int, bool]:
         """Return this leader's term, greater than that of every earlier one, and whether this leader is the first."""
@@ -31,8 +31,8 @@ class Register(Protocol):
         ...
 
 
-class Platform:
-    """A register for a platform that starts leaders one after the other: a parent on one machine, or a StatefulSet.
+class PlatformLeadership:
+    """Leadership on a platform that starts leaders one after the other: a parent on one machine, or a StatefulSet.
 
     Args:
         term: how often a leader was started. None if that is unknown; the clock then provides the term.
@@ -48,8 +48,8 @@ class Platform:
         return True
 
 
-class Stored:
-    """A register in the state directory that all leaders share.
+class StoredLeadership:
+    """Leadership recorded in the state directory that all leaders share.
 
     Each leader takes over the control slot. A commit then shows whether a later leader has done so.
     """
@@ -66,7 +66,7 @@ class Stored:
             StateError: the slot cannot be taken over, or the byte cannot be locked.
         """
         self._term = await self._store.claim(CONTROL)
-        if not self._locks.take(self._term):
+        if not self._locks.lock(self._term):
             raise StateError(f"{self._store.directory}: another leader runs with the same term {self._term}")
         return self._term, self._term == 1
 
@@ -77,7 +77,7 @@ class Stored:
             StateOutdated: another leader has begun.
         """
         try:
-            await asyncio.to_thread(self._locks.take, self._term)  # a network file system may have lost the lock
+            await asyncio.to_thread(self._locks.lock, self._term)  # a network file system may have lost the lock
             await self._store.append("lease", {1: secrets.token_bytes(8)}, slot=CONTROL)
         except StateOutdated:
             raise

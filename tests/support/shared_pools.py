@@ -9,27 +9,27 @@ from collections.abc import Callable
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Worker
-from miles_router.shards.peer_loads import PeerLoads, Row, joined
-from miles_router.shards.pools import counted, deciding_pool, ending, following_pool, settle
-from miles_router.shards.state import follow_workers, own_numbers, written_workers
+from miles_router.shards.peer_loads import PeerLoads, PoolLoad, sum_loads
+from miles_router.shards.pools import leader_pool, release_idle_workers, retiring_workers, set_loads, shard_pool
+from miles_router.shards.state import apply_workers, dump_workers, own_cache_numbers
 
 
-class ToldPools:
+class SharedPools:
     """One that decides, and `count` that follow it. What is written goes through JSON."""
 
     def __init__(self, count: int) -> None:
         self._generations = itertools.count()
         self.reports: list[tuple[str, str, str]] = []
-        self.control = deciding_pool()
+        self.control = leader_pool()
         self._numbers: dict[WorkerPool, Callable[[], int]] = {}
         self.loads: dict[WorkerPool, PeerLoads] = {}
         self.data = [self.started() for _ in range(count)]
 
     def started(self) -> WorkerPool:
         """One that was started just now."""
-        pool = following_pool(self._report)
+        pool = shard_pool(self._report)
         self.loads[pool] = PeerLoads(pool)
-        self._numbers[pool] = own_numbers(next(self._generations)).__next__
+        self._numbers[pool] = own_cache_numbers(next(self._generations)).__next__
         self.follow(pool)
         return pool
 
@@ -45,17 +45,17 @@ class ToldPools:
     def follow(self, *pools: WorkerPool) -> None:
         """These act by what is decided now."""
         for pool in pools:
-            follow_workers(pool, json.loads(json.dumps(written_workers(self.control))), self._numbers[pool])
+            apply_workers(pool, json.loads(json.dumps(dump_workers(self.control))), self._numbers[pool])
 
     def tell(self) -> None:
         """Everybody tells what it has, and hears what all others have."""
-        rows = [Row(*json.loads(json.dumps(self.loads[pool].own()))) for pool in self.data]
-        counted(self.control, joined(rows))
+        rows = [PoolLoad(*json.loads(json.dumps(self.loads[pool].own_load()))) for pool in self.data]
+        set_loads(self.control, sum_loads(rows))
         for index, pool in enumerate(self.data):
-            self.loads[pool].told(joined(rows[:index] + rows[index + 1 :]))
+            self.loads[pool].update(sum_loads(rows[:index] + rows[index + 1 :]))
 
     def shown(self) -> dict[str, int]:
         """Requests in flight as the leader shows them, which lets go of workers that are done."""
         self.tell()
-        settle(self.control, ending(self.control))
+        release_idle_workers(self.control, retiring_workers(self.control))
         return {worker.url: worker.in_flight for worker in self.control}

@@ -1,4 +1,4 @@
-"""The part of a router that one process does: by default all of it. The leader and the shards override some methods."""
+"""The part of a router that one process runs: by default all of it. The leader and the shards override some methods."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
-from miles_router.fleet.workers import Signs, Worker
+from miles_router.fleet.workers import Worker, WorkerActivity
 from miles_router.forwarding.upstream import Upstream
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from miles_router.shards.membership import Membership
 
 
-class Duty:
-    """The duty of a process that is the whole router."""
+class ProcessRole:
+    """The role of a process that is the whole router."""
 
     #: Whether clients' requests arrive in this process.
-    counts = True
+    serves_clients = True
     #: Whether this process sends requests to workers and watches over them.
-    sends = True
+    sends_requests = True
     #: Whether this process runs the health checks of workers.
-    checks = True
+    checks_health = True
     #: The slots of the state directory that only this process may open.
     slots: Collection[int] = ALL_SLOTS
     #: Whether routers on other machines use the same state directory.
@@ -64,11 +64,11 @@ class Duty:
     def control(self, name: str, **parts: Any) -> Control:
         return Control(**parts)
 
-    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
-        """Return a function that collects signs of life of a silent worker in this pool."""
+    def activity(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[WorkerActivity]]:
+        """Return a function that reports the activity of a silent worker in this pool."""
 
-        async def own(worker: Worker) -> Signs:
-            return upstream.signs(worker)
+        async def own(worker: Worker) -> WorkerActivity:
+            return upstream.activity(worker)
 
         return own
 
@@ -89,14 +89,14 @@ class Duty:
         await registrations.restore()
 
     def running(self, pools: Pools) -> AbstractAsyncContextManager[None]:
-        """Return a context manager inside which this process does its duty."""
+        """Return a context manager inside which this process works."""
         return _running(pools)
 
 
 @asynccontextmanager
 async def _running(pools: Pools) -> AsyncIterator[None]:
     """Enter after the first check of the workers, so that the first requests find those that answer."""
-    await pools.default.health.first_look()
+    await pools.default.health.first_checks()
     yield
 
 

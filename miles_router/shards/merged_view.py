@@ -13,7 +13,7 @@ from miles_router.control.engine_metrics import merge
 from miles_router.metrics import Statistics, gauge
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import FIELDS, RouterConfig, shown
-from miles_router.shards.seats import Seats
+from miles_router.shards.coordinator import ShardCoordinator
 
 #: The metric label that tells shards apart, and its value for the leader.
 SHARD, LEADER = "shard", "leader"
@@ -25,7 +25,7 @@ class ShardStatistics(Statistics, prefix="miles_router_shard"):
     up = gauge("1: the shard tells its numbers.", by=SHARD)
 
 
-class AsOne:
+class MergedView:
     """The leader's view of all shards as one router.
 
     Args:
@@ -33,51 +33,53 @@ class AsOne:
         config: the settings of the whole router; this process itself runs with a part of them.
     """
 
-    def __init__(self, admin: Admin, pools: Pools, seats: Seats, config: RouterConfig) -> None:
+    def __init__(self, admin: Admin, pools: Pools, coordinator: ShardCoordinator, config: RouterConfig) -> None:
         #: The middlewares of a shard, outermost first.
         self.stack: list[dict[str, object]] = []
         self._admin = admin
         self._pools = pools
-        self._seats = seats
+        self._coordinator = coordinator
         self._config = config
         #: Shard index to 1 if the shard answered the last metrics request, else 0.
-        self._up = dict.fromkeys(map(str, range(seats.shards.count)), 0)
+        self._up = dict.fromkeys(map(str, range(coordinator.shards.count)), 0)
         pools.default.router.metrics.register(ShardStatistics(up=lambda: self._up))
         admin.shown_metrics, admin.shown = self._metrics, self._info
 
     async def _metrics(self) -> bytes:
         """Return the metrics of the leader and of all shards, labelled by shard."""
-        told = {answer.fields[SHARD]: answer.blob.decode() for answer in await self._seats.tell("metrics")}
-        self._up = {shard: int(shard in told) for shard in self._up}
+        replies = {
+            answer.fields[SHARD]: answer.blob.decode() for answer in await self._coordinator.ask_responsive("metrics")
+        }
+        self._up = {shard: int(shard in replies) for shard in self._up}
         own = {LEADER: (await self._admin.own_metrics()).decode()}
-        merged, _ = await asyncio.to_thread(merge, own | told, SHARD)
+        merged, _ = await asyncio.to_thread(merge, own | replies, SHARD)
         return merged.encode()
 
     async def _info(self) -> dict[str, Any]:
         """Return `/router/info` with the numbers of all shards added up."""
-        told = [orjson.loads(answer.blob) for answer in await self._seats.ask_all("numbers")]
+        replies = [orjson.loads(answer.blob) for answer in await self._coordinator.ask_all("numbers")]
         described = await self._admin.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
-        described["statistics"] = _statistics(told)
-        for each in told:
+        described["statistics"] = _statistics(replies)
+        for each in replies:
             for name, held in each["held"].items():
                 if name == self._pools.default.name:
                     described["gate"]["held"] += held
                 if name in described.get("pools", ()):
                     described["pools"][name]["gate"]["held"] += held
-        described["processes"] = sorted(self._seats.processes())
+        described["processes"] = sorted(self._coordinator.processes())
         return described
 
 
-def _statistics(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _statistics(replies: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the statistics of the middlewares of all shards.
 
     Numbers are added. For other facts the last shard that reports a value other than None wins.
     """
     numbers: dict[str, Any] = {}
     facts: dict[str, dict[str, Any]] = {}
-    for each in told:
+    for each in replies:
         numbers = _sum(numbers, each["numbers"])
         for name, own in each["facts"].items():
             known = facts.setdefault(name, {})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from miles_router.fleet.affinity import Affinity
 from miles_router.shards.owners import ShardOwners
-from miles_router.shards.places import Seat, Shards
+from miles_router.shards.topology import Shard, Shards
 
 
 def owners_at(
@@ -16,8 +16,8 @@ def owners_at(
     directory: Path,
     urls: Sequence[str],
     affinity: Affinity,
-    is_there: Callable[[int], bool] = lambda other: True,
+    is_running: Callable[[int], bool] = lambda other: True,
 ) -> ShardOwners:
     """Return the owners of one of `count` shards. `urls` is filled in once all listen."""
-    seat = Seat(Shards(count), index, directory, "")
-    return ShardOwners(seat, affinity, url_of=urls.__getitem__, is_there=is_there)
+    shard = Shard(Shards(count), index, directory, "")
+    return ShardOwners(shard, affinity, url_of=urls.__getitem__, is_running=is_running)

@@ -1,4 +1,4 @@
-"""The shards of a router and their seats, as each process knows them."""
+"""The shards of a router, as each process knows them."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Shards:
         return math.isinf(self.lease)
 
     def owner_of(self, slot: int) -> int:
-        """Return the seat that owns a slot."""
+        """Return the index of the shard that owns a slot."""
         return slot % self.count
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The seat of one shard.
+class Shard:
+    """One shard, independent of the process that serves as it.
 
     Attributes:
         index: from 0.
-        directory: survives each process in this seat; only this user may enter it. On one machine all seats share it.
+        directory: survives each process of this shard; only this user may enter it. On one machine all shards share it.
             It lies in memory (`/dev/shm`) if nothing may touch the disk.
-        url: reaches this seat alone, at least from the other shards.
-        urls: the URLs of all seats, if they never change. A request to an empty seat then waits until a process takes
-            it.
+        url: reaches this shard alone, at least from the other shards.
+        urls: the URLs of all shards, if they never change. A request to a shard without a process then
+            waits until one starts.
         leader: on several machines, `host:port`, or a file that contains it.
         shown: whether clients may see the `url`.
     """
@@ -69,16 +69,16 @@ class Seat:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The indices of all other seats."""
+        """The indices of all other shards."""
         return tuple(index for index in range(self.shards.count) if index != self.index)
 
     @property
     def slots(self) -> frozenset[int]:
-        """The slots that this seat owns."""
+        """The slots that this shard owns."""
         return frozenset(slot for slot in range(SLOTS) if self.shards.owner_of(slot) == self.index)
 
 
-def chance_generation() -> int:
+def random_generation() -> int:
     """Return a random generation, for a process whose starts are not counted."""
     return secrets.randbits(31)
 

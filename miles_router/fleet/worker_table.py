@@ -11,7 +11,7 @@ from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 
-class Members:
+class WorkerTable:
     """The registered workers, by normal URL, in order of registration."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Members:
         #: The numbers of further registrations.
         self.serials = itertools.count(1)
         #: Leases held by other processes, as far as they have reported them.
-        self.elsewhere = 0
+        self.leases_elsewhere = 0
         self.snapshot = Snapshot()
         self.listeners: list[Callable[[Transition], None]] = []
 
@@ -53,7 +53,7 @@ class Members:
     @property
     def in_flight(self) -> int:
         """Leases held on all workers, including removed ones, by all processes."""
-        return sum(worker.in_flight for worker in self.known) + self.elsewhere
+        return sum(worker.in_flight for worker in self.known) + self.leases_elsewhere
 
     def get(self, name: str) -> Worker:
         """Return the worker with this normal URL or id.
@@ -77,11 +77,11 @@ class Members:
 
     # Changes
 
-    def follow(self, members: Sequence[Worker], told: Sequence[Transition]) -> None:
+    def replace_all(self, members: Sequence[Worker], transitions: Sequence[Transition]) -> None:
         """Replace all workers by `members`, whose states another process has decided.
 
         Args:
-            told: the transitions that listeners get, after a removal for each worker that is gone.
+            transitions: the transitions that listeners get, after a removal for each worker that is gone.
         """
         workers = {worker.url: worker for worker in members}
         gone = [worker for worker in self if workers.get(worker.url) is not worker]
@@ -95,8 +95,8 @@ class Members:
         self.serials = itertools.count(max((worker.serial for worker in members), default=0) + 1)
         self._workers = workers
         self._publish()
-        for transition in [*(Transition(worker, worker.state, None, "removed") for worker in gone), *told]:
-            self._tell(transition)
+        for transition in [*(Transition(worker, worker.state, None, "removed") for worker in gone), *transitions]:
+            self._notify(transition)
 
     def _register(self, worker: Worker) -> None:
         self._workers[worker.url] = worker
@@ -105,6 +105,6 @@ class Members:
     def _publish(self) -> None:
         self.snapshot = Snapshot.of(self.snapshot.number + 1, self._workers.values())
 
-    def _tell(self, transition: Transition) -> None:
+    def _notify(self, transition: Transition) -> None:
         for listener in self.listeners:
             listener(transition)

@@ -1,6 +1,6 @@
-"""A register of the processes of one machine that may send requests: a memory-mapped file with a cell for each process.
+"""The processes of one machine that may send requests: a memory-mapped file with a cell for each process.
 
-Connections do not show that: a process whose connection is lost still sends. Reading the map needs no file descriptor,
+Connections do not show this: a process whose connection is lost still sends. Reading the map needs no file descriptor,
 so it also works when none is left.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 CELL = 8
 
 
-class Senders:
+class ProcessTable:
     """One process's view of the file in the directory of the router's processes.
 
     Args:
@@ -26,14 +26,14 @@ class Senders:
                 file.truncate(count * CELL)
             self._cells = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")  # a cell is one word: never half written
 
-    def begin(self, index: int) -> None:
+    def record_start(self, index: int) -> None:
         """Record that this process, with this index, may send from now on."""
         self._cells[index] = os.getpid()
 
-    def end(self, index: int) -> None:
+    def record_end(self, index: int) -> None:
         """Record that the process with this index has ended."""
         self._cells[index] = 0
 
-    def process(self, index: int) -> int:
+    def process_id(self, index: int) -> int:
         """Return the id of the process with this index, or 0 if there is none."""
         return int(self._cells[index])

@@ -1,0 +1,364 @@
+"""The leader's view of its shards: which of them may act, by which state, their requests in flight, and their replies.
+
+The protocol determines which shards may act. On one machine a shard that does not follow in time is killed, since its
+lease never ends. On several machines the leader waits until the lease has run out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from miles_router import tasks
+from miles_router.errors import RouterError
+from miles_router.shards.channel import Channel, ChannelLost, Message
+from miles_router.shards.peer_loads import PoolLoad, subtract_load, sum_loads
+from miles_router.shards.protocol import Ack, ActiveInstance, Join, Leader, LeaseRenewal, Outbox, StateUpdate, Welcome
+from miles_router.shards.topology import Shards, clock
+
+logger = logging.getLogger(__name__)
+
+#: Seconds in which a shard on the same machine must follow; and seconds in which a shard must report its numbers.
+FOLLOW_TIMEOUT, REPLY_TIMEOUT = 10.0, 2.0
+#: Seconds between two checks whether a process has ended or a lease has run out.
+POLL_INTERVAL = 0.02
+#: How often within one lease the leader confirms that it is the last one; and the seconds between two rounds on one
+#: machine, where it always is.
+ROUNDS_PER_LEASE, LOCAL_ROUND = 10, 1.0
+
+
+class ShardConnection:
+    """One connection of an instance."""
+
+    def __init__(self, channel: Channel, join: Join, url: str) -> None:
+        self.channel = channel
+        self.join = join
+        self.url = url
+        self.last_message_at = clock()
+        #: The task that asks for its load.
+        self.load_task: asyncio.Task[bool] | None = None
+
+
+class ShardCoordinator:
+    """The leader's end of all shards: their connections, leases, states and loads.
+
+    Args:
+        shards: the shards of the router.
+        dump_state: returns the state that is decided now, by section name.
+        confirm: returns whether this is the last leader.
+        process_id_at: returns the id of a shard's process, or 0 if there is none. None on several machines, where the
+            ids are unknown.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        dump_state: Callable[[], dict[str, Any]],
+        confirm: Callable[[], Awaitable[bool]],
+        process_id_at: Callable[[int], int] | None,
+    ) -> None:
+        self.shards = shards
+        self._dump_state = dump_state
+        self._confirm = confirm
+        self._process_id_at = process_id_at
+        self.leader: Leader
+        #: Whether `dump_state` returns a complete state yet.
+        self.is_restored = False
+        self._connections: dict[str, ShardConnection] = {}
+        #: The last known URL of each shard.
+        self._urls: dict[int, str] = {}
+        #: The loads of each instance, by pool.
+        self._loads: dict[str, dict[str, PoolLoad]] = {}
+        self._encoded_state: tuple[int, bytes] = (-1, b"")
+        self._wakeup = asyncio.Event()
+        self._progress: asyncio.Future[None] | None = None
+
+    # Leading
+
+    def start_term(self, term: int, *, first: bool) -> None:
+        """Become the leader of this term."""
+        shards = self.shards
+        self.leader = Leader(
+            shards.count,
+            shards.lease,
+            term,
+            clock(),
+            first=first,
+            stored=((0, 0), None),
+            local=shards.local,
+            one_leader_at_a_time=not shards.shared_state,
+        )
+
+    async def lead(self) -> None:
+        """Activate instances and renew their leases, until cancelled."""
+        shards = self.shards
+        every = LOCAL_ROUND if shards.local else shards.lease / ROUNDS_PER_LEASE
+        opening = POLL_INTERVAL if shards.local else every
+        while True:
+            self._record_ended_processes()
+            began = clock()
+            if await self._confirm():
+                self._send(self.leader.renew(began, clock()))
+                for connection in tuple(self._connections.values()):
+                    connection.channel.try_send("ping")  # a waiting instance would take silence for a lost leader
+                    if clock() - connection.last_message_at > shards.lease:  # its machine or network is lost
+                        connection.channel.close()
+                self._signal_progress()
+            with suppress(TimeoutError):
+                await tasks.within(every if self.leader.open else opening, self._wakeup.wait(), name="wait for a shard")
+            self._wakeup.clear()
+
+    def add_connection(self, connection: ShardConnection) -> None:
+        """Register a connection, and close an older one of the same instance."""
+        instance = connection.join.instance
+        before, self._connections[instance] = self._connections.get(instance), connection
+        if before is not None:
+            before.channel.close()
+        self._send(self.leader.join(connection.join, clock()))
+        self._wake()
+
+    def remove_connection(self, connection: ShardConnection) -> None:
+        """Handle a lost connection. The shard may still act."""
+        join = connection.join
+        if self._connections.get(join.instance) is connection:
+            del self._connections[join.instance]
+            self.leader.disconnect(join.shard, join.instance)
+            self._wake()
+
+    def record_ack(self, connection: ShardConnection, ack: Ack) -> None:
+        join, connection.last_message_at = connection.join, clock()
+        self.leader.record_ack(join.shard, join.instance, ack, clock())
+        if join.shard not in self.leader.acting(clock()):
+            self._wake()
+        self._signal_progress()
+
+    @property
+    def open(self) -> bool:
+        """Whether the leader may decide."""
+        return self.leader.open
+
+    def acting(self) -> dict[int, ActiveInstance]:
+        """Return the instances that may act, by shard."""
+        self._record_ended_processes()
+        return self.leader.acting(clock())
+
+    def processes(self) -> list[int]:
+        """Return the process ids of the acting instances."""
+        return [process_id_of(each.instance) for each in self.acting().values()]
+
+    def urls(self) -> dict[str, str]:
+        """Return the URL of each shard that has an acting instance."""
+        acting = self.acting()
+        for shard, each in acting.items():
+            if each.instance in self._connections:
+                self._urls[shard] = self._connections[each.instance].url
+        return {str(shard): url for shard, url in self._urls.items() if shard in acting}
+
+    def _wake(self) -> None:
+        self._wakeup.set()
+        self._signal_progress()
+
+    def _record_ended_processes(self) -> None:
+        if self._process_id_at is None:
+            return
+        acting = self.leader.acting(clock())
+        for shard in range(self.shards.count):
+            process = self._process_id_at(shard)
+            if not process or (shard in acting and process != process_id_of(acting[shard].instance)):
+                self.leader.record_end(shard, clock())
+
+    def _send(self, outbox: Outbox) -> None:
+        """Send the protocol's messages. An instance without a connection gets them when it connects."""
+        for instance, message in outbox:
+            connection = self._connections.get(instance)
+            if connection is None:
+                continue
+            if isinstance(message, Welcome):
+                connection.channel.send("welcome", term=message.term, epoch=message.epoch)
+            elif isinstance(message, StateUpdate):
+                connection.channel.send("state", self._encoded(message), term=message.term, at=message.number)
+            elif isinstance(message, LeaseRenewal):
+                connection.channel.send("renewal", term=message.term, stamp=message.stamp)
+            else:
+                connection.channel.send("end", term=message.term)
+
+    def _encoded(self, message: StateUpdate) -> bytes:
+        if self._encoded_state[0] != message.number:
+            self._encoded_state = message.number, json.dumps(message.state).encode()
+        return self._encoded_state[1]
+
+    # Deciding
+
+    def publish(self) -> None:
+        """Decide and publish the current state if it has changed."""
+        if self.is_restored and (written := self._dump_state()) != self.leader.state:
+            self._send(self.leader.decide(written, clock()))
+
+    async def wait_for_shards(self) -> None:
+        """Return when every shard that may act is connected and acts by the current state.
+
+        On one machine, kill a shard that does not follow within `FOLLOW_TIMEOUT` seconds.
+        """
+        self.publish()
+        number, since = self.leader.number, dict[str, float]()
+        while lagging := self._lagging(number):
+            await self._wait_for_progress()
+            now = clock()
+            since = {each.instance: since.get(each.instance, now) for each in lagging.values()}
+            if self.shards.local:
+                ended = [
+                    (shard, each) for shard, each in lagging.items() if now - since[each.instance] > FOLLOW_TIMEOUT
+                ]
+                await asyncio.gather(*(self._kill(*each) for each in ended))
+
+    def _lagging(self, number: int) -> dict[int, ActiveInstance]:
+        disconnected = {shard: each for shard, each in self.acting().items() if each.instance not in self._connections}
+        return {**self.leader.lagging(number, clock()), **disconnected}
+
+    async def _wait_for_progress(self) -> None:
+        if self._progress is None or self._progress.done():
+            self._progress = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._progress}, timeout=POLL_INTERVAL)
+
+    def _signal_progress(self) -> None:
+        if self._progress is not None and not self._progress.done():
+            self._progress.set_result(None)
+
+    async def _kill(self, shard: int, lagging: ActiveInstance) -> None:
+        """Kill a shard's process. Return when it has ended, with all its connections closed."""
+        process = process_id_of(lagging.instance)
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process)
+            try:
+                if self.acting().get(shard) is not lagging:
+                    return
+                logger.error("process_does_not_follow", extra={"fields": {"process": process}})
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                loop, ended = asyncio.get_running_loop(), asyncio.Event()
+                loop.add_reader(descriptor, ended.set)
+                try:
+                    await ended.wait()
+                finally:
+                    loop.remove_reader(descriptor)
+            finally:
+                os.close(descriptor)
+        if self.leader.acting(clock()).get(shard) is lagging:
+            self.leader.record_end(shard, clock())
+
+    # Loads
+
+    async def refresh_loads(self) -> bool:
+        """Ask all shards for their loads. Return whether every acting shard has answered."""
+        self._forget_ended_instances()
+        asked = tuple(self._connections.values())
+        replied = await asyncio.gather(*map(self._refresh_load, asked))
+        known = {each.join.instance for each, has in zip(asked, replied, strict=True) if has}
+        return all(each.instance in known for each in self.acting().values())
+
+    async def refresh_loads_within(self, patience: float) -> None:
+        """Ask all shards for their loads, for at most `patience` seconds.
+
+        A shard whose reply is late is not asked again before it has answered.
+        """
+        self._forget_ended_instances()
+        asked = set[asyncio.Task[bool]]()
+        for each in self._connections.values():
+            if each.load_task is None or each.load_task.done():
+                each.load_task = tasks.spawn(self._refresh_load(each), name=f"load of shard {each.join.shard}")
+            asked.add(each.load_task)
+        if asked:
+            await asyncio.wait(asked, timeout=patience)
+
+    def _forget_ended_instances(self) -> None:
+        known = {*self._connections, *(each.instance for each in self.acting().values())}
+        self._loads = {instance: loads for instance, loads in self._loads.items() if instance in known}
+
+    async def _refresh_load(self, connection: ShardConnection) -> bool:
+        reply = await _ask_in_time(connection, "loads")
+        if reply is not None:
+            self._loads[connection.join.instance] = {
+                name: PoolLoad(*load) for name, load in reply.fields["loads"].items()
+            }
+        return reply is not None
+
+    def load_of(self, pool: str) -> PoolLoad:
+        """Return the load of all shards in a pool."""
+        return sum_loads(loads[pool] for loads in self._loads.values() if pool in loads)
+
+    def send_peer_loads(self, pools: Sequence[str]) -> None:
+        """Send each shard the load of all others."""
+        whole = {name: self.load_of(name) for name in pools}
+        for instance, connection in self._connections.items():
+            own = self._loads.get(instance, {})
+            others = {name: subtract_load(load, own[name]) if name in own else load for name, load in whole.items()}
+            connection.channel.try_send("peer_loads", loads=others)
+
+    # Asking
+
+    async def ask_all(self, message_type: str, **fields: Any) -> list[Message]:
+        """Return the replies of all acting shards. A shard that ends before its reply is left out."""
+        await self.wait_for_shards()
+        acting = self.acting()
+        asked = [(shard, each) for shard, each in acting.items() if each.instance in self._connections]
+        answers = await asyncio.gather(*(self._ask(shard, each, message_type, fields) for shard, each in asked))
+        return [each for each in answers if each is not None]
+
+    async def _ask(
+        self, shard: int, active: ActiveInstance, message_type: str, fields: dict[str, Any]
+    ) -> Message | None:
+        """Return one shard's reply, or None if it ends first.
+
+        A reply may take long, as long as the process answers pings meanwhile.
+        """
+        channel = self._connections[active.instance].channel
+        asking = tasks.spawn(channel.ask(message_type, **fields), name=f"ask shard {message_type}")
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=FOLLOW_TIMEOUT)
+                if not asking.done():
+                    try:
+                        await tasks.within(FOLLOW_TIMEOUT, channel.ask("ping"), name="ping")
+                    except TimeoutError:
+                        if self.shards.local:
+                            await self._kill(shard, active)
+                        channel.close()
+            answer: Message = asking.result()
+            return answer
+        except ChannelLost:
+            return None
+        finally:
+            if not asking.done():
+                asking.cancel()
+            elif not asking.cancelled():
+                asking.exception()
+
+    async def ask_responsive(self, message_type: str) -> list[Message]:
+        """Return the replies of the shards that answer within `REPLY_TIMEOUT` seconds."""
+        answers = await asyncio.gather(
+            *(_ask_in_time(each, message_type) for each in tuple(self._connections.values()))
+        )
+        return [each for each in answers if each is not None]
+
+
+def new_instance_id(process: int) -> str:
+    """Return the id of a new instance: its process id and a random part."""
+    return f"{process}-{secrets.token_hex(8)}"
+
+
+def process_id_of(instance: str) -> int:
+    """Return the process id of an instance."""
+    return int(instance.partition("-")[0])
+
+
+async def _ask_in_time(connection: ShardConnection, message_type: str) -> Message | None:
+    """Return one shard's reply, or None if there is none in time."""
+    with suppress(ChannelLost, TimeoutError, RouterError):  # RouterError: the shard has logged its failure
+        return await tasks.within(REPLY_TIMEOUT, connection.channel.ask(message_type), name=message_type)
+    return None
