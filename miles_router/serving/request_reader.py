@@ -172,7 +172,7 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer, which must not be merged into the headers (RFC 9110 section 6.5.1)
-            self.headers.append((name.lower(), value))
+            self.headers.append((name.lower(), value.rstrip()))  # the parser leaves whitespace behind it
 
     def on_headers_complete(self) -> None:
         if self._resumed:

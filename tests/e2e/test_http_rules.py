@@ -51,6 +51,24 @@ async def test_an_old_client_needs_no_host_and_every_spelling_of_one_is_taken(st
     assert (await client.read()).status == 200
 
 
+async def test_whitespace_around_a_header_value_is_no_part_of_it(stage: Stage) -> None:
+    worker = (await stage.worker()).always(script(head(200, [("Content-Length", "2 \t"), ("X-Told", " a \t")]), b"ok"))
+    client = await stage.client(await stage.router(worker))
+    for rest in (
+        b"Content-Length: 2 \t\r\n\r\nhi",
+        b"Transfer-Encoding: chunked \r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+        b"Expect: 100-continue \r\nContent-Length: 2\r\n\r\n",
+    ):
+        await client.send(b"POST /x HTTP/1.1\r\nHost:\t a \t\r\n" + rest)
+        if b"Expect" in rest:
+            assert await client.read_raw() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await client.send(b"hi")
+        answer = await client.read("POST")
+        assert (answer.status, answer.body) == (200, b"ok")
+        assert b"x-told: a\r\n" in answer.head
+    assert [received.body for received in worker.requests] == [b"hi"] * 3
+
+
 @pytest.mark.parametrize("bad", [*BAD.values()], ids=[*BAD])
 async def test_what_is_bad_behind_good_requests_is_refused_behind_their_replies(stage: Stage, bad: bytes) -> None:
     gate = asyncio.Event()
