@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from miles_router.engines.known import CONTROL, GENERATION, USUAL
 from miles_router.settings.config import MiddlewareSpec
@@ -22,6 +24,7 @@ DATA: Pairs = [("Authorization", "Bearer data"), ("Content-Type", "application/j
 ADMIN: Pairs = [("Authorization", "Bearer admin"), ("Content-Type", "application/json")]
 KNOWN = [*CONTROL]
 GENERATIONS = sorted(GENERATION)
+WORKING = "tests.support.plugins.working"
 SETTINGS: dict[str, Any] = {"api_key": "data", "admin_api_key": "admin"}
 
 
@@ -159,10 +162,11 @@ async def test_with_an_admin_key_alone_the_list_is_open_and_nothing_else(stage: 
 
 async def test_middleware_routes_are_open_to_clients_and_their_neighbours_are_not(stage: Stage) -> None:
     worker = await stage.worker()
-    specs = (MiddlewareSpec("tests.support.plugins.working.Tagging"),)
+    own = {"power": "routes", "given": [Route("/odd/{name}/", JSONResponse({}))]}
+    specs = (MiddlewareSpec(f"{WORKING}.Tagging"), MiddlewareSpec(f"{WORKING}.Odd", own))
     router = await stage.router(worker, middlewares=specs, **SETTINGS)
-    assert (await tried(router, "/tagging/x", "GET")).status == 200
-    assert (await tried(router, "/tagging/x/y", "GET")).status == 401
+    tries = ["/tagging/x", "/odd/x/", "/tagging/x/y", "/tagging/x/", "/odd/x"]
+    assert [(await tried(router, path, "GET")).status for path in tries] == [200, 200, 401, 401, 401]
     assert worker.requests == []
 
 
