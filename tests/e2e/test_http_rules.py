@@ -19,6 +19,7 @@ REFUSED = {
     "a Host with a path": b"GET /x HTTP/1.1\r\nHost: a/b\r\n\r\n",
     "HTTP/0.9": b"GET /x\r\n\r\n",
     "HTTP/2.0": b"GET /x HTTP/2.0\r\nHost: a\r\n\r\n",
+    "a tunnel": b"CONNECT /x HTTP/1.1\r\nHost: a\r\n\r\n",
     "an encoding before chunked": b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "a chunk without a size": b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
 }
