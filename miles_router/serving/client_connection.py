@@ -361,7 +361,8 @@ class ClientConnection(asyncio.Protocol):
         if self._state is states.FINISHING:
             self._start_timeout(None)
         elif self._state in states.READING and not self._reader.partial:
-            self._start_timeout(self._shared.idle if self._current is None else None)
+            between = self._shared.idle if self._state is states.OPEN else self._shared.lingering
+            self._start_timeout(between if self._current is None else None)
         elif self._state in states.READING and self._deadline is not self._shared.arriving:
             self._start_timeout(self._shared.arriving)
 
