@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence, Set
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
@@ -308,17 +308,18 @@ def _own_routes(
         role.routes(control_routes.routes()),
     ]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
-    for name, paths, others in (
-        ("fan_out", config.fan_out, {*opened, *administration}),
-        ("data_paths", config.data_paths, {*opened, *administration, *control}),
-    ):
-        if twice := others & {*paths}:
-            raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
-    _check_routes(added, guarded, extra, own={*map(_path, own), _path(reach)}, control=control)
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
     # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
     if problem := paths_problem(layered):
         raise ConfigError(f"a middleware's data_paths: {problem}")
+    for name, paths, others in (
+        ("fan_out", config.fan_out, {*opened, *administration}),
+        ("data_paths", config.data_paths, {*opened, *administration, *control}),
+        ("a middleware's data_paths", layered, {*opened, *administration, *control}),
+    ):
+        if twice := others & {*paths}:
+            raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
+    _check_routes(added, guarded, extra, own={*map(_path, own), _path(reach)}, control={*control})
     access_rules = AccessRules(
         Keys(data_keys(config), admin_keys(config)),
         opened=opened,
@@ -339,7 +340,7 @@ def _check_routes(
     extra: Sequence[BaseRoute],
     *,
     own: Collection[str],
-    control: Collection[str],
+    control: Set[str],
 ) -> None:
     """Check the middlewares' routes against the router's own paths and the control paths.
 
@@ -351,6 +352,9 @@ def _check_routes(
     Raises:
         ConfigError: a route is invalid, or collides with another path.
     """
+    for route in (*added, *guarded):
+        if not isinstance(route, Route):  # the access rules know the paths of such routes alone
+            raise ConfigError(f"a middleware's open or admin route {_path(route)!r} must be a Route of one path")
     for route in added:
         if "{" in _path(route):
             raise ConfigError(f"a middleware's open route {_path(route)!r} must have no parameters")
@@ -363,7 +367,7 @@ def _check_routes(
     taken = {*map(first_segment, own), *control}
     for routes in (added, extra):
         segments = [_fixed_segment(route) for route in routes]
-        if twice := taken & {*segments}:
+        if twice := taken & {*segments} or control & {*map(_path, routes)}:
             raise ConfigError(f"a middleware has a route under {min(twice)!r}, which is a path of the router's own")
         taken |= {*segments}
 
@@ -374,8 +378,8 @@ def _fences(paths: Iterable[str]) -> list[Route]:
 
 def _path(route: BaseRoute) -> str:
     path = getattr(route, "path", None)
-    if not isinstance(path, str):
-        raise ConfigError(f"a middleware's route {route!r} has no path")
+    if not isinstance(path, str) or isinstance(route, WebSocketRoute):  # the router closes every WebSocket
+        raise ConfigError(f"a middleware's route {route!r} has no path of HTTP")
     return path
 
 

@@ -98,8 +98,8 @@ class AccessRules:
         if segment in self._administered:
             return self._administered[segment]
         # With a trailing slash it is a different path: FastAPI would redirect the client to the worker's own address.
-        listed = not path.endswith("/") and (
-            path.startswith(self._beneath) or bool([each for each in self._patterns if each.match(path)])
+        listed = (path.startswith(self._beneath) and not path.endswith("/")) or bool(
+            [each for each in self._patterns if each.match(path)]
         )
         return self._others[segment in self._answered, listed]
 

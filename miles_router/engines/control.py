@@ -12,6 +12,8 @@ from miles_router.engines.actions import Action, EndGroup, Other
 QUICK, SLOW = 60.0, 1800.0
 #: The router's own field of an abort, accepted for every engine.
 GROUP = "group"
+#: Separates the values of a repeated query parameter in `Arguments.query`. Not a comma, which is a part of one value.
+BETWEEN = "&"
 
 
 class BadArguments(ValueError):

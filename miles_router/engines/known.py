@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from miles_router.engines.actions import Action, Order
-from miles_router.engines.control import Arguments, BadArguments, ControlRequest, other
+from miles_router.engines.control import BETWEEN, Arguments, BadArguments, ControlRequest, other
 from miles_router.engines.engine import WITHHELD, Documents, Engine, Names, Parse
 from miles_router.engines.facts import Facts
 from miles_router.engines.models import with_model
@@ -98,9 +98,9 @@ class ReadOrder:
         Raises:
             BadArguments: the arguments are invalid for every engine.
         """
-        query: dict[str, str] = {}  # repeated names become one comma-separated value
+        query: dict[str, str] = {}  # the values of repeated names are joined by `BETWEEN`
         for name, value in parse_qsl(target.partition(b"?")[2].decode("latin-1"), keep_blank_values=True):
-            query[name] = f"{query[name]},{value}" if name in query else value
+            query[name] = f"{query[name]}{BETWEEN}{value}" if name in query else value
         arguments = Arguments(fields, query)
         return cls(request.path, arguments, request.read(arguments))
 

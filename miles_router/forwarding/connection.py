@@ -257,7 +257,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._reply is not None and not self._reply.head_seen:  # else it is a trailer, which is dropped
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip()))  # the parser leaves whitespace behind it
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -171,7 +171,8 @@ class ClientConnection(asyncio.Protocol):
         if state == TCP_CLOSED or retransmissions >= MAX_RETRANSMISSIONS:
             self.transport.abort()
             return
-        if self._checks % CHECKS_PER_PROBE == 0 and self._current is not None and not self._current.begun:
+        current = self._current
+        if self._checks % CHECKS_PER_PROBE == 0 and current is not None and not (current.begun or current.http_1_0):
             self.write_continue()
         self._checks += 1
         self._start_timeout(self._shared.half_closed)
@@ -187,7 +188,9 @@ class ClientConnection(asyncio.Protocol):
         self._refusal = error, request_id({"headers": reader.headers})
         self._start_timeout(None)
         self._drop_waiting(reader.request)
-        if current is None:
+        if current is None and reader.request is not None:  # it is answered: another reply would be of no request
+            self._linger()
+        elif current is None:
             self.refuse(*self._refusal)
         elif current is reader.request:  # its body is invalid: `lost` makes the app's `receive` return a disconnect
             begun = current.begun
@@ -342,6 +345,8 @@ class ClientConnection(asyncio.Protocol):
             if (task := current.task) is not None:  # uvicorn waits for these tasks, and cancels them at its timeout
                 self._server_state.tasks.add(task)
                 task.add_done_callback(self._server_state.tasks.discard)
+        elif self._state in states.READING and self._reader.request is not None:  # it is answered, before its body
+            self._linger()
         elif self._deadline is self._shared.arriving:  # a close now would leave the outcome of its request unknown
             self._on(states.STOP)
             self._start_timeout(self._shared.lingering)
@@ -356,7 +361,8 @@ class ClientConnection(asyncio.Protocol):
         if self._state is states.FINISHING:
             self._start_timeout(None)
         elif self._state in states.READING and not self._reader.partial:
-            self._start_timeout(self._shared.idle if self._current is None else None)
+            between = self._shared.idle if self._state is states.OPEN else self._shared.lingering
+            self._start_timeout(between if self._current is None else None)
         elif self._state in states.READING and self._deadline is not self._shared.arriving:
             self._start_timeout(self._shared.arriving)
 

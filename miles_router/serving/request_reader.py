@@ -172,7 +172,7 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # else it is a trailer, which must not be merged into the headers (RFC 9110 section 6.5.1)
-            self.headers.append((name.lower(), value))
+            self.headers.append((name.lower(), value.rstrip()))  # the parser leaves whitespace behind it
 
     def on_headers_complete(self) -> None:
         if self._resumed:
@@ -181,7 +181,9 @@ class RequestReader:
         if self._head_is_split:
             self._bound_whole_head()
         headers, parser = self.headers, self._parser
-        version = parser.get_http_version()
+        version, method = parser.get_http_version(), parser.get_method().decode("ascii")
+        if method == "CONNECT":  # a proxy in front would take a good reply for the beginning of a tunnel
+            raise BadMessage("the router opens no tunnels")
         _check_host(version, headers)
         body = request_body(headers)
         self._body_left = max(body, 0)
@@ -192,7 +194,7 @@ class RequestReader:
         scope = {
             **self._template,
             "http_version": version,
-            "method": parser.get_method().decode("ascii"),
+            "method": method,
             "path": raw_path.decode("latin-1"),  # not unquoted; the app does that
             "raw_path": raw_path,
             "query_string": query,

@@ -19,7 +19,6 @@ from tests.support.http import ask
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
 from tests.support.session_trial import (
-    ADD,
     CHAT,
     SESSIONS,
     Message,
@@ -205,44 +204,3 @@ async def test_a_rollout_that_was_rejected_is_discarded_whatever_it_is(
         (True, False, 0),
     ]
     assert trial.statistics()["bytes"] == 0
-
-
-async def test_a_segment_that_was_cut_off_reads_as_truncated(stage: Stage, http: aiohttp.ClientSession) -> None:
-    worker = able(await stage.worker()).always(script(chat_reply([7, 8], finish_reason="abort")))
-    trial = await session_trial(stage, worker)
-    assert await _truncated(trial, http)
-    worker.always(script(chat_reply([7, 8], finish_reason="stop")))
-    assert not await _truncated(trial, http)
-
-
-async def _truncated(trial: SessionTrial, http: aiohttp.ClientSession) -> bool:
-    client = DressageClient(http, trial.router.url)
-    await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP)
-    await client.finalize("s", instance_id=GROUP)
-    (sample,) = read_segments(await client.read("s", instance_id=GROUP))
-    return bool(sample.truncated)
-
-
-async def test_segments_have_the_tools_of_their_turns_and_those_of_completions_none(
-    stage: Stage, http: aiohttp.ClientSession
-) -> None:
-    async with simulated_sessions(stage) as trial:
-        client = DressageClient(http, trial.router.url)
-        await client.chat(body([user("Hi")], tools=[ADD]), session_id="s", instance_id=GROUP)
-        answer = await trial.ask("POST", "/sessions/s/v1/completions", {"model": "m", "prompt": "Hi", "max_tokens": 4})
-        assert answer.status == 200
-        await client.finalize("s", instance_id=GROUP)
-        payload = await client.read("s", instance_id=GROUP)
-        assert len(read_segments(payload)) == 2
-        assert [segment["tools"] for segment in payload["data"]] == [[ADD], None]
-
-
-async def test_another_view_of_segments_is_refused(stage: Stage, http: aiohttp.ClientSession) -> None:
-    worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
-    trial = await session_trial(stage, worker)
-    client = DressageClient(http, trial.router.url)
-    await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP)
-    await client.finalize("s", instance_id=GROUP)
-    answer = await trial.ask("POST", "/trajectory/read", {"session_id": "s", "drain": True, "segment_view": "timeline"})
-    assert (answer.status, answer.error_type) == (400, "invalid_request")
-    assert len(read_segments(await client.read("s", instance_id=GROUP, segment_view="lineage"))) == 1

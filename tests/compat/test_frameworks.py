@@ -59,10 +59,6 @@ def test_every_name_a_framework_uses_is_understood() -> None:
     assert [spec.path for spec in config.middlewares] == ["tests.support.plugins.working.Legacy"]
 
 
-def test_names_that_are_absent_or_none_keep_our_defaults() -> None:
-    assert config_from(Namespace(sglang_router_ip=None)) == RouterConfig()
-
-
 def test_a_value_that_cannot_be_used_is_named() -> None:
     with pytest.raises(ConfigError, match=r"port: expected int, got 'x' \(from a framework's arguments\)"):
         config_from(namespace(sglang_router_port="x"))
@@ -91,13 +87,6 @@ def test_a_framework_names_its_routers_settings_after_itself(whose: str) -> None
     config = config_from(args)
     assert (config.request_timeout, config.max_connections, config.health_check_failure_threshold) == (60.0, 12, 7)
     assert [spec.path for spec in config.middlewares] == ["tests.support.plugins.working.Legacy"]
-
-
-def test_of_two_names_of_one_setting_the_routers_own_counts() -> None:
-    args = namespace(sglang_router_request_timeout_secs=14400)
-    assert config_from(args).request_timeout == 14400.0
-    args.miles_router_timeout = 60
-    assert config_from(args).request_timeout == 60.0
 
 
 @pytest.mark.parametrize("name", ["slime_router_retries", "miles_router_cache_size", "sglang_router_mini_lb"])

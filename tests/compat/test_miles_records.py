@@ -4,34 +4,24 @@ of 04d08e7b): token for token what the router's own samples are."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
-from middleware_hub.openai_session.export import full_records
 from miles_router.client import RouterClient
-from miles_router.settings.config import MiddlewareSpec
-from miles_router.testing import SimulatedWorker
 from tests.compat.miles_client import GetSessionResponse, SessionRecord
-from tests.support.restarts import StateDirectories
-from tests.support.session_apis import MESSAGES, RESPONSES
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
-    CHAT,
-    SESSIONS,
     SessionTrial,
     message_of,
-    qwen3,
     simulated_sessions,
     tool_result,
     user,
 )
 from tests.support.stage import Stage
-from tests.support.tokenizers import tokenizer_directory
 
 HI = [{"role": "system", "content": "Be brief."}, user("What is 17 plus 25?")]
 
@@ -162,32 +152,6 @@ async def test_turns_with_tools_give_the_routers_own_sample(trial: SessionTrial,
     assert read.records[1].response["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-async def test_every_api_has_them(trial: SessionTrial, path: str) -> None:
-    session = await trial.create()
-    given, most = ("input", "max_output_tokens") if path == RESPONSES else ("messages", "max_tokens")
-    body = {"model": "m", given: [user("Hi")], most: 8}
-    assert (await trial.ask("POST", f"/sessions/{session}{path}", body)).status == 200
-    read = await one_line(trial, session)
-    as_sampled(read, trial)
-    (record,) = read.records
-    assert (record.path, record.request["messages"]) == (path, [user("Hi")])
-    assert "tools" not in record.request
-
-
-async def test_branches_and_choices_have_a_record_each(trial: SessionTrial) -> None:
-    session = await trial.create()
-    first = message_of(await trial.chat(session, HI))
-    for text in ("one", "two"):
-        await trial.chat(session, [*HI, first, user(text)])
-    await trial.chat(session, [user("else")], n=2)
-    read = await told(trial, session)
-    as_sampled(read, trial)
-    assert "accumulated_token_ids" not in read.metadata
-    assert [record.response["choices"][0]["index"] for record in read.records] == [0, 0, 0, 0, 1]
-    assert read.records[2].request["messages"] == [*HI, first, user("two")]
-
-
 async def test_the_compact_form_is_asked_for(trial: SessionTrial) -> None:
     session = await trial.create()
     first = message_of(await trial.chat(session, HI))
@@ -202,38 +166,3 @@ async def test_the_compact_form_is_asked_for(trial: SessionTrial) -> None:
     assert (await trial.ask("GET", f"/sessions/{session}?form=full")).json()["records"] == whole
     refused = await trial.ask("GET", f"/sessions/{session}?form=short")
     assert (refused.status, b"full, compact" in refused.body) == (400, True)
-
-
-async def test_many_records_are_written_while_they_are_sent(
-    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = await trial.create()
-    history = [*HI]
-    for number in range(3):
-        history = [*history, message_of(await trial.chat(session, history)), user(f"{number}")]
-    at_once = await trial.ask("GET", f"/sessions/{session}?form=full")
-    monkeypatch.setattr(full_records, "AT_ONCE", 1)
-    in_parts = await trial.ask("GET", f"/sessions/{session}")
-    assert at_once.value("content-length") is not None
-    assert in_parts.value("content-length") is None
-    assert in_parts.json()["records"] == at_once.json()["records"]
-    await one_line(trial, session)
-
-
-async def test_a_session_without_turns_has_no_records(trial: SessionTrial) -> None:
-    read = await told(trial, await trial.create())
-    assert (read.records, read.metadata["turns"]) == ([], 0)
-
-
-async def test_they_are_the_same_after_a_restart(tmp_path: Path) -> None:
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", token_latency_s=0.0) as worker:
-        directories = StateDirectories(worker, tmp_path)
-        layer, model = MiddlewareSpec(SESSIONS, {}), tokenizer_directory("qwen3")
-        async with directories.router(layer, hf_checkpoint=model) as router:
-            trial = SessionTrial(router, [worker])
-            await trial.create("s")
-            first = message_of(await trial.chat("s", HI, tools=[ADD]))
-            await trial.chat("s", [*HI, first, user("Go on")], tools=[ADD])
-            before = await one_line(trial, "s")
-        async with directories.router(layer, hf_checkpoint=model) as router:
-            assert (await one_line(SessionTrial(router, [worker]), "s")).records == before.records

@@ -12,7 +12,6 @@ import aiohttp
 import numpy as np
 import pytest
 
-from middleware_hub.openai_session.dialects.miles import AT_ONCE
 from miles_router.client import RouterClient
 from miles_router.compat import POSITIONS
 from miles_router.testing import IndexerShape
@@ -23,7 +22,6 @@ from tests.support.http import request
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
 from tests.support.session_trial import (
-    CHAT,
     SESSIONS,
     Message,
     SessionTrial,
@@ -157,16 +155,6 @@ async def test_a_session_validates_in_its_type_and_keeps_our_fields(
     assert read.metadata["turns"] == 2
 
 
-async def test_a_choice_has_the_meta_info_that_its_agent_asks_for(
-    trial: SessionTrial, http: aiohttp.ClientSession
-) -> None:
-    session = await MilesSession.create(http, trial.router.url)
-    (choice,) = (await session.chat(HI, return_meta_info=True, logprobs=True))["choices"]
-    meta = choice["meta_info"]
-    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
-    assert meta["weight_version"] == "1"
-
-
 # Samples
 
 
@@ -193,16 +181,6 @@ async def test_its_metrics_are_there(trial: SessionTrial, http: aiohttp.ClientSe
     assert {name: merged[name] for name in sample.metadata} == sample.metadata, "nothing said of a sample is lost"
     assert merged["router_session"]["turns"] == 3
     assert "messages" not in sample.metadata, "which only a run that dumps them wants"
-
-
-async def test_a_session_that_reads_as_the_template_writes_it_has_no_mismatch(
-    trial: SessionTrial, http: aiohttp.ClientSession
-) -> None:
-    session = await MilesSession.create(http, trial.router.url)
-    trial.worker.say("<think>\n\n</think>\n\nIt is 42.")
-    await session.chat(HI, max_tokens=99)
-    (sample,) = (await session.collect()).samples
-    assert sample.metadata["tito_session_mismatch"] == []
 
 
 async def test_a_named_family_is_compared_by_its_own_rules(stage: Stage, http: aiohttp.ClientSession) -> None:
@@ -297,17 +275,6 @@ async def test_samples_of_version_2_have_every_branch_except_retries(
     assert reply.session_metadata["agent"]["task"] == "sums"
 
 
-async def test_its_second_version_is_known_without_metadata_where_the_operator_says_so(
-    stage: Stage, http: aiohttp.ClientSession
-) -> None:
-    async with simulated_sessions(stage, options={"default_branches": "drop-superseded"}) as trial:
-        session = await MilesSession.create(http, trial.router.url, version=2)
-        await branched(session)
-        reply = await session.collect()
-        assert [each.metadata["leaf"]["node_id"] for each in reply.samples] == [2, 3]
-        assert {each.reward for each in reply.samples} == {None}
-
-
 @pytest.mark.parametrize(
     ("body", "accept", "theirs"),
     [
@@ -342,20 +309,6 @@ async def test_a_request_in_its_form_that_is_wrong_is_refused(trial: SessionTria
         assert (answer.status, answer.error_type) == (400, "invalid_request")
 
 
-async def test_a_large_file_is_sent_while_it_is_written(stage: Stage, http: aiohttp.ClientSession) -> None:
-    async with (
-        simulated_experts(stage, around=(SESSIONS,), context_len=100_000) as trial,
-        RouterClient(trial.router.url) as ours,
-    ):
-        session = await MilesSession.create(http, trial.router.url)
-        await session.chat([user("word " * 10_000)], max_tokens=4)
-        (own,) = await ours.session(session.id).collect()
-        (sample,) = (await session.collect()).samples
-        assert sample.rollout_routed_experts is not None
-        assert len(sample.tokens) * 8 + sample.rollout_routed_experts.nbytes > AT_ONCE
-        same(own, sample)
-
-
 async def test_a_client_that_leaves_inside_a_large_file_leaves_nothing_behind(stage: Stage) -> None:
     async with simulated_experts(stage, around=(SESSIONS,), context_len=100_000) as trial:
         session = await trial.create()
@@ -386,16 +339,6 @@ async def test_the_runs_adapter_answers_every_turn(stage: Stage, stream: bool) -
         assert len(await trial.records(session)) == 1
 
 
-async def test_without_the_adapter_base_weights_answer_nothing(stage: Stage) -> None:
-    async with simulated_sessions(stage, options={"lora_path": "miles_lora"}) as trial:
-        session = await trial.create()
-        for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "Hi"})):
-            answer = await trial.ask("POST", f"/sessions/{session}{path}", {"model": "m", **body})
-            assert answer.status == 400
-            assert b"miles_lora" in answer.body
-        assert await trial.records(session) == []
-
-
 async def test_the_runs_template_settings_are_in_every_turn_and_the_agents_count_more(stage: Stage) -> None:
     options = {"chat_template_kwargs": {"enable_thinking": False, "a": 1}}
     async with simulated_sessions(stage, options=options) as trial:
@@ -405,11 +348,3 @@ async def test_the_runs_template_settings_are_in_every_turn_and_the_agents_count
         sent = [each.json()["chat_template_kwargs"] for each in trial.log]
         assert sent == [{"enable_thinking": False, "a": 1}, {"enable_thinking": False, "a": 2}]
         assert await trial.reasons(session) == [None, "changed_tools"]
-
-
-async def test_whole_answers_are_given_as_the_streams_that_were_asked_for(stage: Stage) -> None:
-    async with simulated_sessions(stage, options={"whole_answers": True}) as trial:
-        session = await trial.create()
-        assert await trial.stream(session, HI)
-        assert not trial.log[0].json().get("stream")
-        assert (await trial.records(session))[0]["versions"] == "engine"

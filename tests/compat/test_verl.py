@@ -10,7 +10,6 @@ import pickle
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -31,11 +30,9 @@ from miles_router.client.dialects.verl import (
     ServerManager,
     ToolError,
     UnusableTemplate,
-    hermes_calls,
     register,
 )
 from miles_router.client.dialects.verl.tools import shorten
-from miles_router.fleet.placement.homes import Homes
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
@@ -46,7 +43,6 @@ from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import script
 from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
-from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, soon, until
 
 PARAMS: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -159,17 +155,6 @@ async def test_all_generations_of_one_request_id_go_to_one_worker(stage: Stage) 
         assert len(set.union(*at.values())) == 3, "different ones share the fleet"
 
 
-async def test_request_ids_that_nobody_used_for_long_are_forgotten(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("miles_router.fleet.pool.Homes", partial(Homes, max_keys=4))
-    async with scene_of(stage, 2) as scene:
-        for number in range(20):
-            await scene.manager().generate(f"{number}", prompt_ids=[5], sampling_params={"max_tokens": 1})
-        homes = scene.router.pool.homes
-        assert [str(number) in homes for number in range(20)] == [False] * 16 + [True] * 4
-
-
 async def test_a_generation_has_verls_fields(scene: Scene) -> None:
     given = {**PARAMS, "max_tokens": 6}
     output = await scene.manager().generate(
@@ -187,17 +172,6 @@ async def test_a_generation_has_verls_fields(scene: Scene) -> None:
         "r", prompt_ids=[5], sampling_params={"max_new_tokens": 2, "ignore_eos": True}
     )
     assert (len(bare.token_ids), bare.log_probs) == (2, None)
-
-
-@pytest.mark.parametrize(("prompt", "room"), [(3, 7), (6, 6), (12, 0)])
-async def test_without_a_bound_the_lengths_of_the_rollout_are_one(scene: Scene, prompt: int, room: int) -> None:
-    manager = scene.manager(RolloutConfig(prompt_length=5, response_length=7))
-    generating = manager.generate("r", prompt_ids=[5] * prompt, sampling_params={"ignore_eos": True})
-    if room:
-        assert len((await generating).token_ids) == room
-        return
-    with pytest.raises(ValueError, match="a prompt of 12 tokens leaves no room"):
-        await generating
 
 
 @pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data", "mm_processor_kwargs"])
@@ -242,14 +216,6 @@ async def test_a_single_turn_has_the_fields_of_verls_output(scene: Scene) -> Non
     steps = {"global_steps": 1, "min_global_steps": 1, "max_global_steps": 1}
     scores: dict[str, list[float]] = {"turn_scores": [], "tool_rewards": []}
     assert made.extra_fields == {**steps, **scores, "stop_reason": "stop", "raw_prompt": QUESTION}
-
-
-async def test_a_response_has_no_more_tokens_than_it_may(scene: Scene) -> None:
-    config = RolloutConfig(prompt_length=200, response_length=5)
-    made = await scene.loops(config).run({**PARAMS, "max_tokens": 9, "ignore_eos": True}, raw_prompt=QUESTION)
-    (record,) = scene.records
-    assert (len(record.output_ids), made.response_ids) == (9, record.output_ids[:5])
-    assert (made.response_mask, made.response_logprobs) == ([1] * 5, record.logprobs[:5])
 
 
 async def test_a_prompt_that_is_too_long_is_refused_and_never_cut(scene: Scene) -> None:
@@ -342,49 +308,12 @@ async def test_a_call_that_fails_is_told_to_the_model(scene: Scene, said: str, t
     assert made.extra_fields["tool_rewards"] == [0.0]
 
 
-async def test_a_defect_in_a_tool_ends_the_rollout_and_is_raised(scene: Scene) -> None:
-    async def broken() -> str:
-        raise ZeroDivisionError
-
-    scene.workers[0].say(call("broken"))
-    with pytest.raises(ZeroDivisionError):
-        await scene.loops(tools=[FunctionTool("broken", broken)]).run(
-            PARAMS, raw_prompt=QUESTION, agent_name="tool_agent"
-        )
-
-
-@pytest.mark.parametrize(
-    ("bounds", "generations"),
-    [
-        ({"max_assistant_turns": 2}, 2),
-        ({"max_user_turns": 1}, 2),
-        ({"response_length": 60}, 1),
-    ],
-)
-async def test_an_episode_ends_where_turns_or_tokens_run_out(
-    scene: Scene, bounds: Mapping[str, Any], generations: int
-) -> None:
-    for _ in range(6):
-        scene.workers[0].say(call("add", a=1, b=2))
-    config = RolloutConfig(**{"prompt_length": 200, "response_length": 2000, **bounds})
-    made = await scene.loops(config, tools=[FunctionTool("add", add)]).run(
-        PARAMS, raw_prompt=QUESTION, agent_name="tool_agent"
-    )
-    assert len(scene.records) == generations
-    check(made, scene.records)
-
-
 def test_a_long_answer_of_a_tool_is_cut_at_the_side_that_is_named() -> None:
     assert shorten("abcdef", 6, "left") == "abcdef"
     assert shorten("abcdef", 4, "left") == "(truncated)...cdef"
     assert shorten("abcdef", 4, "right") == "abcd...(truncated)"
     assert shorten("abcdef", 4, "middle") == "ab...(truncated)...ef"
     assert shorten("abcdef", 0, "left") == "(truncated)..."
-
-
-def test_calls_are_found_in_what_a_model_wrote() -> None:
-    (found,) = hermes_calls("so " + call("add", a="ä") + " <tool_call> {")
-    assert (found.name, json.loads(found.arguments)) == ("add", {"a": "ä"})
 
 
 def test_a_template_that_writes_a_turn_anew_is_refused() -> None:
@@ -397,93 +326,6 @@ def test_a_template_that_writes_a_turn_anew_is_refused() -> None:
 
 
 # What goes wrong in the middle
-
-
-async def uncut(stage: Stage, prompt: list[int], tokens: int) -> list[int]:
-    """What a worker of the same model samples that nobody disturbs."""
-    async with SimulatedWorker(tokenizer=checkpoint()) as worker, RouterClient(worker.url) as client:
-        params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
-        return (await client.generate(input_ids=prompt, sampling_params=params)).output_ids
-
-
-async def test_an_update_of_the_weights_within_a_turn_leaves_the_episode_whole(stage: Stage) -> None:
-    async with scene_of(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.02) as scene:
-        scene.workers[0].say(call("add", a=17, b=25))
-        loops = scene.loops(tools=[FunctionTool("add", add)])
-        params = {**PARAMS, "max_tokens": 90, "ignore_eos": True}
-        async with under_way(loops.run(params, raw_prompt=QUESTION, agent_name="tool_agent")) as running:
-            await until(lambda: len(scene.records) == 2 and scene.busy() is not None, "the second turn has begun")
-            async with scene.client.paused("abort"):
-                scene.workers[0].engine.token_latency_s = 0
-                await scene.client.request(
-                    "POST", "/update_weight_version", {"new_version": "2", "abort_all_requests": False}
-                )
-            made = await soon(running)
-        second = scene.records[1].input_ids
-        sampled = await uncut(stage, second, 90)
-        assert made.prompt_ids + made.response_ids == second + sampled
-        assert made.response_mask[-90:] == [1] * 90
-        assert len(made.response_logprobs or []) == len(made.response_ids)
-        versions = [made.extra_fields[name] for name in ("min_global_steps", "max_global_steps")]
-        assert (versions, made.extra_fields["stop_reason"]) == ([1, 2], "length")
-
-
-async def test_a_rollout_whose_worker_is_lost_goes_on_at_another(stage: Stage) -> None:
-    settings = {"partial_rollout": "resume", "resume_on_worker_loss": True}
-    async with scene_of(stage, 2, settings=settings, token_latency_s=0.02) as scene:
-        manager = scene.manager()
-        first = await manager.generate("r", prompt_ids=[5, 6], sampling_params={**PARAMS, "max_tokens": 4})
-        prompt = [5, 6, *first.token_ids]
-        params = {**PARAMS, "max_tokens": 40, "ignore_eos": True}
-        async with under_way(manager.generate("r", prompt_ids=prompt, sampling_params=params)) as generating:
-            await until(lambda: scene.busy() is not None, "it is sampled")
-            victim = scene.busy()
-            assert victim is not None
-            for worker in scene.workers:
-                worker.engine.token_latency_s = 0
-            await victim.kill()
-            output = await soon(generating)
-        assert output.token_ids == await uncut(stage, prompt, 40)
-        (other,) = [worker for worker in scene.workers if worker is not victim]
-        await manager.generate("r", prompt_ids=prompt, sampling_params={**PARAMS, "max_tokens": 1})
-        assert other.log.last.generation.input_ids == prompt, "and stays there"
-
-
-async def test_an_abort_ends_an_episode_and_is_said(stage: Stage) -> None:
-    async with scene_of(stage, token_latency_s=0.002) as scene:
-        running = scene.loops(tools=[FunctionTool("add", add)]).run(
-            {**PARAMS, "max_tokens": 4000, "ignore_eos": True}, raw_prompt=QUESTION, agent_name="tool_agent"
-        )
-        async with under_way(running) as episode:
-            await until(lambda: scene.busy() is not None, "it is sampled")
-            await scene.client.pause("abort")
-            made = await soon(episode)
-            await scene.client.continue_()
-        assert made.extra_fields["stop_reason"] == "abort"
-        check(made, scene.records)
-
-
-async def test_a_rollout_that_is_cancelled_stops_its_engine(stage: Stage) -> None:
-    async with scene_of(stage, token_latency_s=0.002) as scene:
-        working = asyncio.Event()
-
-        async def work() -> str:
-            working.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        scene.workers[0].say(call("work"))
-        loops = scene.loops(tools=[FunctionTool("work", work)])
-        long = {**PARAMS, "max_tokens": 4000, "ignore_eos": True}
-        samples = [{"raw_prompt": QUESTION, "agent_name": "tool_agent"}] * 2  # whichever comes first calls the tool
-        async with under_way(loops.generate_sequences(samples, long)) as running:
-            await soon(working.wait())
-            await until(lambda: scene.busy() is not None, "the other one is sampled")
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
-        await until(lambda: scene.workers[0].running == 0, "its engine has stopped")
-        await stage.nothing_under_way()
 
 
 # Loops of one's own

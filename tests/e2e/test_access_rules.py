@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from miles_router.engines.known import CONTROL, GENERATION, USUAL
 from miles_router.settings.config import MiddlewareSpec
@@ -22,6 +24,7 @@ from tests.support.stage import Stage
 DATA: Pairs = [("Authorization", "Bearer data"), ("Content-Type", "application/json")]
 ADMIN: Pairs = [("Authorization", "Bearer admin"), ("Content-Type", "application/json")]
 GENERATIONS = sorted(GENERATION)
+WORKING = "tests.support.plugins.working"
 SETTINGS: dict[str, Any] = {"api_key": "data", "admin_api_key": "admin"}
 
 
@@ -121,7 +124,6 @@ async def test_the_key_of_clients_opens_a_list_and_the_key_of_administration_the
     assert not any(b"Bearer" in request.head for request in worker.requests)
 
 
-PLUGINS = "tests.support.plugins.working"
 #: What is open by default and by what was set: settings, headers, and the status of each path.
 OPENED: list[tuple[dict[str, Any], Pairs, dict[str, int]]] = [
     (
@@ -130,9 +132,8 @@ OPENED: list[tuple[dict[str, Any], Pairs, dict[str, int]]] = [
         {"/v1/audio/x": 200, "/separate_reasoning": 200, "/separate_reasoning/x": 401, "/v1/audio": 401},
     ),
     ({"admin_api_key": "admin"}, [], {"/generate": 200, "/server_info": 401}),
-    ({**SETTINGS, "middlewares": (MiddlewareSpec(f"{PLUGINS}.Tagging"),)}, DATA, {"/tagging/x/y": 401}),
     (
-        {**SETTINGS, "middlewares": (MiddlewareSpec(f"{PLUGINS}.Inside"),)},
+        {**SETTINGS, "middlewares": (MiddlewareSpec(f"{WORKING}.Inside"),)},
         DATA,
         {"/inside/x/y": 200, "/v1/exactly": 200, "/inside": 401, "/v1/exactly/x": 401, "/v1/other": 401},
     ),
@@ -145,6 +146,16 @@ async def test_settings_and_middlewares_add_to_that_list(stage: Stage) -> None:
         with case(settings):
             router = await stage.router(worker, **settings)
             assert {path: (await tried(router, path, headers=headers)).status for path in statuses} == statuses
+
+
+async def test_middleware_routes_are_open_to_clients_and_their_neighbours_are_not(stage: Stage) -> None:
+    worker = await stage.worker()
+    own = {"power": "routes", "given": [Route("/odd/{name}/", JSONResponse({}))]}
+    specs = (MiddlewareSpec(f"{WORKING}.Tagging"), MiddlewareSpec(f"{WORKING}.Odd", own))
+    router = await stage.router(worker, middlewares=specs, **SETTINGS)
+    tries = ["/tagging/x", "/odd/x/", "/tagging/x/y", "/tagging/x/", "/odd/x"]
+    assert [(await tried(router, path, "GET")).status for path in tries] == [200, 200, 401, 401, 401]
+    assert worker.requests == []
 
 
 async def test_what_overrides_an_engines_choices_takes_the_key_of_administration(stage: Stage) -> None:

@@ -206,6 +206,7 @@ REFUSED = {
     "a Host with a path": b"GET /x HTTP/1.1\r\nHost: a/b\r\n\r\n",
     "HTTP/0.9": b"GET /x\r\n\r\n",
     "HTTP/2.0": b"GET /x HTTP/2.0\r\nHost: a\r\n\r\n",
+    "a tunnel": b"CONNECT /x HTTP/1.1\r\nHost: a\r\n\r\n",
     "an encoding before chunked": b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "two lengths": b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n0\r\n\r\nGET /s",
     "a length and chunks": b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0",
@@ -273,3 +274,21 @@ async def test_a_reply_that_has_no_body_has_none_whatever_it_announces(stage: St
         for _ in range(2):
             answer = await client.ask("GET", "/x")
             assert (answer.status, answer.body, answer.values("x-early")) == (200, b"ok", [])
+
+
+async def test_whitespace_around_a_header_value_is_no_part_of_it(stage: Stage) -> None:
+    worker = (await stage.worker()).always(script(head(200, [("Content-Length", "2 \t"), ("X-Told", " a \t")]), b"ok"))
+    client = await stage.client(await stage.router(worker))
+    for rest in (
+        b"Content-Length: 2 \t\r\n\r\nhi",
+        b"Transfer-Encoding: chunked \r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+        b"Expect: 100-continue \r\nContent-Length: 2\r\n\r\n",
+    ):
+        await client.send(b"POST /x HTTP/1.1\r\nHost:\t a \t\r\n" + rest)
+        if b"Expect" in rest:
+            assert await client.read_raw() == b"HTTP/1.1 100 Continue\r\n\r\n"
+            await client.send(b"hi")
+        answer = await client.read("POST")
+        assert (answer.status, answer.body) == (200, b"ok")
+        assert b"x-told: a\r\n" in answer.head
+    assert [received.body for received in worker.requests] == [b"hi"] * 3

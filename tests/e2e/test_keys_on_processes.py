@@ -14,7 +14,7 @@ from miles_router.fleet.affinity import NAMES, Affinity
 from miles_router.shards.owners import ShardOwners
 from miles_router.shards.process_table import ProcessTable
 from miles_router.testing import SimulatedWorker
-from tests.e2e.test_owned_texts import LAYER
+from tests.e2e.test_owned_sessions import TEXTS as LAYER
 from tests.support.cache_trial import Trial, checkpoint
 from tests.support.fleet import JSON
 from tests.support.http import Client, Pairs, RawReply, chunked, request

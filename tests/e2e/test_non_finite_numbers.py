@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import itertools
 import json
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from miles_router.client import RouterClient, Sample, agentic, multi_turn, single_turn
-from miles_router.client.dialects.verl import (
-    AgentLoop,
-    AgentLoopOutput,
-    AgentLoopWorker,
-    ChatTemplate,
-    RolloutConfig,
-    register,
-)
 from miles_router.trajectory import InvalidTrajectory, Malformed
 from miles_router.trajectory.sample import READERS, WRITERS, Format
-from tests.support.chat import family_tokenizer
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 
@@ -91,20 +80,15 @@ async def test_nothing_is_started_for_values_that_are_refused(trial: SessionTria
     for judge in judges:
         with pytest.raises(ValueError, match=r"^reward is nan"):
             await agentic(client, agent, reward=judge)
-    given: Any
-    for name in ("label", "metadata"):
-        given = {name: {"a": math.inf}}
-        with pytest.raises(ValueError, match=rf"^{name}\.a is inf"):
-            await agentic(client, never, **given)
-    for name in ("metadata", "contract"):
-        given = {name: {"budget": {"deadline_s": math.inf}}}
-        with pytest.raises(ValueError, match=rf"^{name}\.budget\.deadline_s is inf"):
-            await client.create_session(**given)
-    rollouts: Any = ((single_turn, ()), (multi_turn, (never,)))
-    for (rollout, more), name in itertools.product(rollouts, ("reward", "label", "metadata")):
-        given = {name: {"a": [Decimal("NaN")]}}
+    calls: Any = (
+        *((agentic, (client, never), name) for name in ("label", "metadata")),
+        *((single_turn, (client, "Once"), name) for name in ("reward", "label", "metadata")),
+        *((multi_turn, (client, "Once", never), name) for name in ("reward", "label", "metadata")),
+        *((client.create_session, (), name) for name in ("metadata", "contract")),
+    )
+    for call, arguments, name in calls:
         with pytest.raises(ValueError, match=rf"^{name}\.a\[0\] is NaN"):
-            await rollout(client, "Once", *more, **given)
+            await call(*arguments, **{name: {"a": [Decimal("NaN")]}})
     assert await client.sessions() == []
 
 
@@ -157,24 +141,3 @@ def test_a_file_with_them_is_refused_by_name() -> None:
         spelled = data.replace(value, literal.encode().rjust(len(value)) if len(literal) < len(value) else b"1e999")
         with pytest.raises(Malformed, match=r"reward\.mark is (nan|inf)"):
             READERS[form](spelled)
-
-
-# Framework dialects
-
-
-@register("not_finite")
-class NotFinite(AgentLoop):
-    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        return AgentLoopOutput([1], [2], [1], **fields["made"])
-
-
-async def test_a_loop_of_verl_gives_no_such_reward() -> None:
-    server: Any = SimpleNamespace()
-    worker = AgentLoopWorker(server, ChatTemplate(family_tokenizer("qwen3")), RolloutConfig())
-    rewards: list[Any] = [0.0, np.float32("inf")]
-    for made, place in (
-        ({"reward_score": math.nan}, "reward_score is nan"),
-        ({"extra_fields": {"tool_rewards": rewards}}, r"extra_fields\.tool_rewards\[1\] is inf"),
-    ):
-        with pytest.raises(ValueError, match=place):
-            await asyncio.wait_for(worker.run({}, agent_name="not_finite", made=made), 10)

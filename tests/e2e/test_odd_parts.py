@@ -19,6 +19,12 @@ from tests.support.stage import Stage
 PNG, TEXT = "aGk=", b64encode(b"Words.").decode()
 SCRIPT: Any = [{"calls": [{"name": "get_date", "arguments": {"zone": "UTC"}}]}, "Seen.", "Done."]
 IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
+
+
+def document(**source: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source}
+
+
 #: Parts that are no text, by API, and the text in their place.
 MEDIA: dict[str, list[tuple[Any, str]]] = {
     CHAT: [
@@ -32,11 +38,8 @@ MEDIA: dict[str, list[tuple[Any, str]]] = {
     ],
     MESSAGES: [
         ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}, "[image omitted]"),
-        (
-            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PNG}},
-            "[document omitted]",
-        ),
-        ({"type": "document", "source": {"type": "url", "url": "http://x/a.pdf"}}, "[document omitted]"),
+        (document(type="base64", media_type="application/pdf", data=PNG), "[document omitted]"),
+        (document(type="url", url="http://x/a.pdf"), "[document omitted]"),
         ({"type": "hologram", "hologram": "abc"}, "[content omitted]"),
     ],
     RESPONSES: [
@@ -46,7 +49,7 @@ MEDIA: dict[str, list[tuple[Any, str]]] = {
     ],
 }
 RESOURCE = {"type": "resource", "resource": {"uri": "file:///a", "mimeType": "text/plain", "text": "Words."}}
-DOCUMENT = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "Words."}}
+DOCUMENT = {**document(type="text", media_type="text/plain", data="Words."), "title": "T"}
 FOUND = {
     "type": "search_result",
     "title": "T",
@@ -72,19 +75,8 @@ OWN_CONTENTS: dict[str, list[tuple[Any, str]]] = {
         ([{"type": "file", "file": {"file_data": f"data:text/plain;base64,{TEXT}"}}], "Words."),
     ],
     MESSAGES: [
-        (
-            [
-                {
-                    "type": "document",
-                    "source": {"type": "content", "content": [{"type": "text", "text": "Words."}]},
-                }
-            ],
-            "Words.",
-        ),
-        (
-            [{"type": "document", "source": {"type": "base64", "media_type": "text/markdown", "data": TEXT}}],
-            "Words.",
-        ),
+        ([document(type="content", content=[{"type": "text", "text": "Words."}])], "Words."),
+        ([document(type="base64", media_type="text/markdown", data=TEXT)], "Words."),
     ],
     RESPONSES: [([{"type": "input_file", "file_data": f"data:text/csv;base64,{TEXT}"}], "Words.")],
 }

@@ -13,11 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.control import standstill
-from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
 from tests.support.http import RawReply
 from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter
@@ -107,18 +104,6 @@ async def test_a_new_generation_finds_no_cache_of_older_weights(stage: Stage, mo
         assert {filled == sampled for filled, sampled in worker.cache.reused} == {True}
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_so_it_is_on_every_path_that_takes_a_key(stage: Stage, path: str) -> None:
-    async with fleet(stage) as (worker, router):
-        for version in ("2", "3"):
-            for _ in range(2):
-                assert (await post(router, path, **ASKED[path])).status == 200
-            await update(router, version)
-        assert worker.cache.reused == {("1", "1"), ("2", "2")}
-        assert keys(worker, path)[:2] == [None, None]
-        assert keys(worker, path)[2] == keys(worker, path)[3] is not None
-
-
 async def test_before_any_update_and_after_a_flush_requests_arrive_byte_for_byte(stage: Stage) -> None:
     async with fleet(stage) as (worker, router):
         await generate(router)
@@ -155,50 +140,6 @@ async def test_while_an_update_is_under_way_no_two_generations_share_a_cache(sta
         assert (await updating).status == 200
         assert (await generate(router))["cached_tokens"] == 0
         assert len(set(keys(worker))) == 4
-
-
-@pytest.mark.alone("connections are bounded in each process")
-async def test_a_request_that_waits_for_a_connection_meanwhile_has_the_new_cache(stage: Stage) -> None:
-    async with fleet(stage, token_latency_s=LATENCY, settings={"max_connections": 1}) as (worker, router):
-        async with endless(router, worker):
-            waiting = spawn(generate(router), name="waiting")
-            await until(lambda: router.pool.in_flight == 2, "another waits for its connection")
-            await update(router, "2")
-        assert (await waiting)["cached_tokens"] == 0
-        assert [key is None for key in keys(worker)] == [True, False]
-
-
-async def test_an_update_behind_the_router_counts_as_soon_as_it_is_seen(stage: Stage) -> None:
-    async with fleet(stage, settings={"health_check_interval": 0.1}) as (worker, router):
-        await until(lambda: router.pool.weight_version == "1", "it was asked")
-        await generate(router)
-        worker.engine.weight_version = "2"
-        await until(lambda: router.pool.weight_version == "2", "it is seen")
-        assert (await generate(router))["cached_tokens"] == 0
-
-
-async def test_an_update_by_a_path_of_the_users_own_counts(stage: Stage) -> None:
-    path = "/update_weights_from_tensor"
-    async with fleet(stage, settings={"fan_out": (path,)}) as (worker, router):
-        await generate(router)
-        worker.faults.status(200, path=path)
-        assert (await post(router, path, flush_cache=False)).status == 200
-        assert (await generate(router))["cached_tokens"] == 0
-
-
-async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(stage: Stage) -> None:
-    async with fleet(stage) as (worker, router), WatchedWorker(weight_version="1", stop_probability=0.0) as other:
-        assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        for _ in range(2):
-            await generate(router)
-        assert (await router.ask("POST", f"/remove_worker?url={other.url}")).status == 200
-        await update(router, "2")
-        other.engine.weight_version = "2"
-        assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        assert (await generate(router))["cached_tokens"] == 0
-        await generate(router)  # by the other worker, unless that is another process's choice
-        reused = worker.cache.reused | other.cache.reused
-        assert {pair for pair in reused if len({*pair}) > 1} == set(), "of other weights"
 
 
 async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,59 +187,7 @@ async def test_a_session_keeps_its_cache_and_its_sample_says_whose_it_was(stage:
         assert [key is None for key in keys(trial.worker, CHAT)] == [True, True, True, False]
 
 
-async def test_a_text_keeps_its_cache_and_is_retrieved_with_the_versions_that_filled_it(stage: Stage) -> None:
-    async with simulated_trial(stage, weight_version="1") as trial:
-        worker = trial.worker
-        assert worker is not None
-        first = await trial.generate(text="Question: what is one and one?")
-        await update(trial.router, "2")
-        longer = f"Question: what is one and one?{first['text']}\nand two?"
-        second = await trial.generate(text=longer)
-        again = await trial.generate(text="Question: what is one and one?")
-        both = await trial.generate(text=[longer, "Question: what is one and one?"])
-        found = [
-            (await trial.retrieve(rid=each["meta_info"]["id"]))["cache_versions"] for each in (first, second, again)
-        ]
-        assert found == [[], ["1", "2"], []]
-        assert second["meta_info"]["cached_tokens"] > 0
-        assert again["meta_info"]["cached_tokens"] == 0, "the same prompt again is a new generation"
-        assert both[1]["meta_info"]["cached_tokens"] > 0, "which shares with its own kind"
-        assert keys(worker) == [None, None, keys(worker)[2], keys(worker)[2]]
-
-
-async def test_continued_text_reports_the_versions_of_all_caches_it_used(stage: Stage) -> None:
-    settings = {"middlewares": (MiddlewareSpec(CACHE, {}),), "hf_checkpoint": checkpoint(), "partial_rollout": "resume"}
-    async with fleet(stage, settings=settings, tokenizer=checkpoint(), token_latency_s=LATENCY) as (worker, router):
-        trial, text = Trial(router, worker), "Question: what is one and one?"
-        running = spawn(trial.generate(text=text, sampling_params=ENDLESS, rid="endless"), name="running")
-        await samples(worker)
-        await update(router, "2", "abort")
-        await samples(worker)
-        assert (await post(router, "/abort_request", rid="endless")).status == 200
-        meta = (await running)["meta_info"]
-        assert (meta["cached_tokens"], len(meta["weight_versions"])) == (0, 2), "of its first part"
-        assert (await trial.retrieve(rid=meta["id"]))["cache_versions"] == ["1", "2"]
-
-
 # Updates that were refused
-
-
-async def test_an_update_that_is_refused_and_took_effect_is_noticed(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with fleet(stage, token_latency_s=LATENCY) as (worker, router):
-        await generate(router)
-        async with endless(router, worker):
-            assert (await post(router, "/pause_generation", mode="in_place")).status == 200
-            for _ in range(2):
-                answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
-                assert (answer.status, answer.json()["success"]) == (400, False), "what it says, the client hears"
-                assert router.pool.weight_version == "2"
-                assert [worker.weight_version for worker in router.pool] == ["2"]
-                assert worker.engine.named_version == "2", "and it names the version with which it samples"
-            assert caplog.messages.count("refused_update_took_effect") == 1, "the second has changed nothing"
-            assert (await post(router, "/continue_generation")).status == 200
-            assert (await generate(router))["cached_tokens"] == 0
 
 
 class LetsGoLater:
@@ -313,8 +202,7 @@ class LetsGoLater:
         return self.refusals < 0
 
 
-@pytest.mark.parametrize("refusals", [1, 3])
-@pytest.mark.parametrize("mode", ["abort", "retract"])
+@pytest.mark.parametrize(("mode", "refusals"), [("abort", 1), ("retract", 3)])
 async def test_an_update_whose_flush_comes_too_early_is_flushed_later(
     stage: Stage, mode: str, refusals: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,21 +218,3 @@ async def test_an_update_whose_flush_comes_too_early_is_flushed_later(
         assert (await post(router, "/continue_generation")).status == 200
         assert (await generate(router))["cached_tokens"] == 0
         assert keys(worker) == [None, None], "nothing of older weights is left to be kept apart"
-
-
-async def test_an_update_whose_cache_stays_full_is_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standstill, "FLUSH_PATIENCE", 0.5)
-    async with fleet(stage) as (worker, router):
-        assert (await post(router, "/pause_generation", mode="abort")).status == 200
-        LetsGoLater(worker, 1000)
-        answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
-        assert (answer.status, answer.json()["success"]) == (400, False)
-
-
-async def test_an_update_that_is_refused_and_changed_nothing_changes_no_version(stage: Stage) -> None:
-    async with fleet(stage) as (worker, router):
-        await generate(router)
-        worker.faults.status(400, path="/update_weights_from_disk")
-        answer = await post(router, "/update_weights_from_disk", model_path="m", weight_version="2")
-        assert answer.status == 400
-        assert router.pool.weight_version == worker.engine.named_version == "1"

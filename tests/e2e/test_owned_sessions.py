@@ -1,18 +1,25 @@
-"""Sessions of a router of several processes: each has one owner, every process finds it, and none comes back empty."""
+"""Sessions and texts of a router of several processes: each has one owner, every process finds it, and none comes back
+empty."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from miles_router.fleet.affinity import Affinity
 from miles_router.settings.config import MiddlewareSpec
-from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import checkpoint
-from tests.support.http import Client, RawReply, request
+from miles_router.trajectory.retrieved import read_safetensors_list
+from tests.e2e.test_retrieve_from_text import siblings
+from tests.support.cache_trial import CACHE, Trial, checkpoint
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
+from tests.support.http import Client, RawReply, ask
 from tests.support.owned import name_of, names_of, several
 from tests.support.running_router import running_router
 from tests.support.scripted_chat import able, chat_reply
@@ -71,32 +78,6 @@ async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp
         assert sum(holding(trials)) == 3
 
 
-async def test_turns_that_are_pipelined_over_several_sessions_are_recorded_once_each(
-    stage: Stage, tmp_path: Path
-) -> None:
-    trials = await small(stage, tmp_path)
-    sessions = [await trials[place % 2].create() for place in range(4)]
-    body = json.dumps({"model": "m", "messages": HI}).encode()
-    order = [0, 1, 1, 2, 3, 0, 2, 1]
-    async with await Client.connect(trials[0].router.url) as client:
-        await client.send(b"".join(request("POST", f"/sessions/{sessions[i]}{CHAT}", JSON, body) for i in order))
-        assert [(await client.read("POST")).status for _ in order] == [200] * len(order)
-    for index, session in enumerate(sessions):
-        assert len(await trials[index % 2].records(session)) == order.count(index)
-
-
-async def test_unnamed_session_is_created_locally_and_a_named_one_at_its_owner(stage: Stage, tmp_path: Path) -> None:
-    trials = await small(stage, tmp_path)
-    for _ in range(4):
-        assert slot_of(await trials[0].create()) % 2 == 0
-        assert slot_of(await trials[1].create()) % 2 == 1
-    assert holding(trials) == [4, 4]
-    await trials[0].create(name_of(1, 2))
-    assert holding(trials) == [4, 5]
-    again = await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})
-    assert again.error_type == "conflict"
-
-
 async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_path: Path) -> None:
     trials = await small(stage, tmp_path)
     name = name_of(1, 2)
@@ -111,13 +92,6 @@ async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_p
     drained = await trials[0].ask("POST", "/trajectory/read", {"session_id": name, "drain": True})
     assert drained.json()["success"]
     assert holding(trials) == [0, 0]
-
-
-async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, tmp_path: Path) -> None:
-    trials = await small(stage, tmp_path)
-    made = (await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})).json()
-    assert made["base_url"].startswith("http://router.test/sessions/")
-    assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
 
 
 async def test_a_client_that_names_no_host_is_told_where_it_has_connected(stage: Stage, tmp_path: Path) -> None:
@@ -151,26 +125,6 @@ async def test_every_process_lists_and_counts_the_sessions_of_all(stage: Stage, 
         assert {**counts, "bytes": 0} == {"trajectories": 5, "groups": 2, "active_sessions": 2, "bytes": 0}
     batch = await trials[0].ask("POST", "/trajectory/read", {"instance_id": "group 0"})
     assert batch.error_type == "invalid_request", "a part of them would look like all"
-
-
-async def test_only_requests_between_processes_enter_with_the_clients_key(stage: Stage, tmp_path: Path) -> None:
-    worker = able(await stage.worker()).always(GOOD)
-    keys = {"api_key": "theirs", "admin_api_key": "ours"}
-    routers = await several(stage, tmp_path, 2, worker, middlewares=LAYER, hf_checkpoint=checkpoint(), **keys)
-    key = [("Authorization", "Bearer theirs"), *JSON]
-    names = [name_of(index, 2) for index in range(2)]
-    for name in names:  # one of the two is forwarded
-        made = json.dumps({"session_id": name}).encode()
-        assert (await routers[0].ask("POST", "/sessions", key, made)).status == 200
-        assert (await routers[0].ask("POST", "/sessions", JSON, made)).status == 401
-        assert (await routers[0].ask("GET", f"/sessions/{name}")).status == 401
-        assert (await routers[0].ask("GET", f"/sessions/{name}", key)).status == 200
-    for router in routers:
-        listed = await router.ask("GET", "/sessions", key)
-        assert sorted(each["session_id"] for each in listed.json()["sessions"]) == names
-        assert (await router.ask("GET", "/trajectory/stats", key)).json()["active_sessions"] == 2
-        for wrong in ([], [("Authorization", "Bearer ours")], [("X-Api-Key", "asked")]):
-            assert (await router.ask("GET", "/sessions", wrong)).status == 401
 
 
 # What is lost with a process
@@ -225,3 +179,107 @@ async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, 
     assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (404, "not_found")
     assert await first.create(by_header) == by_header
     assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])).status == 200
+
+
+TEXTS = (MiddlewareSpec(CACHE, {}),)
+SYSTEM = "You are a careful solver. " * 40
+
+
+@asynccontextmanager
+async def trials_of(stage: Stage, directory: Path, count: int) -> AsyncIterator[list[Trial]]:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        routers = await several(stage, directory, count, worker.url, middlewares=TEXTS, hf_checkpoint=checkpoint())
+        yield [Trial(router, worker) for router in routers]
+
+
+def held(trials: list[Trial]) -> list[int]:
+    """How many generations each holds."""
+    return [trial.statistics()["entries"] for trial in trials]
+
+
+async def test_a_text_that_goes_on_finds_its_ids_wherever_it_lands(stage: Stage, tmp_path: Path) -> None:
+    async with trials_of(stage, tmp_path, 3) as trials:
+        for prompt in range(4):
+            text, before = SYSTEM + f"Question {prompt}: ", list[int]()
+            for turn in range(4):
+                trial = trials[(prompt + turn) % 3]
+                answer = await trial.generate(text=text)
+                (given,) = trial.given()
+                assert given[: len(before)] == before, "the ids of the turn before, sampled ones included"
+                before = [*given, *answer["output_ids"]]
+                text += answer["text"]
+                for each in trials:
+                    found = await each.retrieve(text=text)
+                    assert (found["tokens"], found["matched_tokens"]) == (before, len(before))
+                text += f" And then {turn}?"
+        assert held(trials) == [8, 4, 4], "where each was new"
+
+
+async def test_ids_go_on_from_texts_and_texts_from_ids(stage: Stage, tmp_path: Path) -> None:
+    async with trials_of(stage, tmp_path, 3) as trials:
+        first = await trials[0].generate(text=SYSTEM + "a")
+        ids = [*trials[0].given()[0], *first["output_ids"]]
+        second = await trials[1].generate(input_ids=ids)
+        text = SYSTEM + "a" + first["text"] + second["text"]
+        found = await trials[2].retrieve(text=text)
+        assert found["tokens"] == ids + second["output_ids"]
+        assert held(trials) == [2, 0, 0]
+
+
+async def test_spellings_of_one_text_in_several_processes_are_ambiguous_everywhere(
+    stage: Stage, tmp_path: Path
+) -> None:
+    async with trials_of(stage, tmp_path, 3) as trials:
+        text, rids = await siblings(*trials[:2])
+        assert held(trials) == [1, 1, 0]
+        for trial in trials:
+            found = await trial.retrieve(text=text)
+            assert (found["ambiguous"], sorted(found["candidates"])) == (True, sorted(rids))
+            assert found["rid"] in rids
+            assert found["tokens"] == (await trial.retrieve(rid=found["rid"]))["tokens"]
+            listed, other = await trial.retrieve(texts=[text, "This is"])
+            assert (sorted(listed["candidates"]), listed["rid"] in rids) == (sorted(rids), True)
+            assert not other["ambiguous"]
+            for rid in rids:
+                assert not (await trial.retrieve(rid=rid))["ambiguous"], "an id selects exactly one"
+
+
+async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, tmp_path: Path) -> None:
+    async with trials_of(stage, tmp_path, 3) as trials:
+        texts, rids, ids = [], [], []
+        for prompt in range(6):
+            text = f"Question {prompt} {'x' * prompt}: "
+            answer = await trials[prompt % 3].generate(text=text)
+            ids.append([*trials[0].given()[0], *answer["output_ids"]])
+            texts.append(text + answer["text"])
+            rids.append(answer["meta_info"]["id"])
+        assert sorted(held(trials)) == [2, 2, 2]
+        for trial in trials:
+            found = await trial.retrieve(texts=[*texts, "never seen"], return_logp=True)
+            assert [each["tokens"] for each in found[:6]] == ids
+            assert [each["matched_tokens"] for each in found[:6]] == list(map(len, ids))
+            assert found[6]["matched_tokens"] == 0
+            body = json.dumps({"texts": texts}).encode()
+            binary = [*JSON, ("Accept", "application/octet-stream")]
+            answer = await ask(trial.router.url, "POST", "/retrieve_from_text", binary, body)
+            assert [list(each.tokens) for each in read_safetensors_list(answer.body)] == ids
+            for rid, tokens in zip(rids, ids, strict=True):
+                assert (await trial.retrieve(rid=rid))["tokens"] == tokens
+            assert (await trial.post("/retrieve_from_text", {"rid": "nobody's"})).status == 404
+            strict = {"texts": [texts[0], texts[1] + "?"], "strict": True}
+            assert (await trial.post("/retrieve_from_text", strict)).error_type == "not_found"
+
+
+async def test_rows_are_delivered_from_whichever_process_holds_them(stage: Stage, tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), moe=MOE) as worker:
+        layers = (MiddlewareSpec(CACHE, {}), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}))
+        routers = await several(stage, tmp_path, 3, worker.url, middlewares=layers, hf_checkpoint=checkpoint())
+        trials = [ExpertsTrial(router, [worker]) for router in routers]
+        for prompt in range(3):
+            answer = await trials[prompt].generate(text=f"Question {prompt}: ")
+            (generation,) = trials[0].generations("/generate")[prompt:]
+            wanted = truth(tokens_of(generation))
+            for trial in trials:
+                for asked in ({"rid": generation.rid}, {"text": f"Question {prompt}: {answer['text']}"}):
+                    assert np.array_equal(await trial.rows(**asked), wanted)
+        assert (await trials[0].refused(rid="nobody's"))[:2] == (404, "not_found")

@@ -1,22 +1,32 @@
-"""Prefill/decode pairs: one request to two workers, and the one exact answer that they make."""
+"""Prefill/decode pairs: one request to two workers, and the one exact answer that they make; sessions and expert rows
+above them."""
 
 from __future__ import annotations
 
 import base64
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 
-from miles_router.testing import MoeShape, SimulatedWorker
+from miles_router.tasks import spawn
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.exchange_log import GenerationRecord
 from miles_router.testing.worker.model.moe import route
+from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.events import events_of
-from tests.support.metrics import metric
-from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
+from tests.support.experts_trial import HI, ExpertsTrial, episode, experts_trial
+from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves
+from tests.support.session_trial import CHAT, SESSIONS, exactly, message_of, qwen3, session_trial, user
 from tests.support.simulated.half_worker import HalfWorker
 from tests.support.simulated.pairing import Pairing
 from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
+from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 whole_and_streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -73,28 +83,6 @@ async def test_prompts_of_a_list_meet_in_rooms_of_their_own(stage: Stage, stream
 
 
 @whole_and_streamed
-async def test_several_samples_of_each_prompt(stage: Stage, stream: bool) -> None:
-    async with halves(stage) as pair:
-        reply = await pair.generate(
-            input_ids=[PROMPT, PROMPT[:2]], sampling_params={**SHORT, "n": 3}, stream=stream, rid="r"
-        )
-        assert reply.status == 200, reply.body
-        told = pair.decode.log.generations
-        assert [each.input_ids for each in told] == [PROMPT] * 3 + [PROMPT[:2]] * 3
-        if stream:
-            ends = {event["index"]: event["output_ids"] for event in events_of(reply.body)}
-            assert [ends[index] for index in range(6)] == [each.output_ids for each in told]
-        else:
-            assert [answer["output_ids"] for answer in reply.json()] == [each.output_ids for each in told]
-
-
-async def test_several_samples_of_one_prompt_are_a_list(stage: Stage) -> None:
-    async with halves(stage) as pair:
-        answers = await pair.answer(sampling_params={**SHORT, "n": 2}, return_logprob=[True])
-        assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers] == [6, 6]
-
-
-@whole_and_streamed
 async def test_logprobs_of_the_output_and_of_the_prompt(stage: Stage, stream: bool) -> None:
     asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [9, 10]}
     async with halves(stage) as pair, SimulatedWorker() as alone:
@@ -102,12 +90,8 @@ async def test_logprobs_of_the_output_and_of_the_prompt(stage: Stage, stream: bo
         check(pair, answer)
         router = await stage.router(alone.url)
         alone.say(answer["output_ids"])
-        plain = await router.ask(
-            "POST",
-            "/generate",
-            [("Content-Type", "application/json")],
-            orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT, **asked}),
-        )
+        body = orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT, **asked})
+        plain = await router.ask("POST", "/generate", JSON, body)
         logprobs = {name: each for name, each in plain.json()["meta_info"].items() if "logprobs" in name}
         assert len(logprobs) == 7
         assert len(logprobs["input_token_logprobs"]) == len(PROMPT)
@@ -125,41 +109,10 @@ async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream:
 
 
 @whole_and_streamed
-async def test_many_rows_of_several_prompts(stage: Stage, stream: bool) -> None:
-    wide = MoeShape(48, 128, 8)
-    async with halves(stage, worker={"moe": wide}) as pair:
-        prompts = [list(range(100, 100 + count)) for count in (700, 3, 401)]
-        reply = await pair.generate(input_ids=prompts, stream=stream, return_routed_experts=True)
-        ends = {event["index"]: event for event in events_of(reply.body)} if stream else dict(enumerate(reply.json()))
-        for place, prompt in enumerate(prompts):
-            rows = np.frombuffer(base64.b64decode(ends[place]["meta_info"]["routed_experts"]), np.int32)
-            assert np.array_equal(rows.reshape(-1, 48, 8), route(wide, [*prompt, *ends[place]["output_ids"]]))
-
-
-@whole_and_streamed
-async def test_expert_rows_of_an_answer_of_one_token(stage: Stage, stream: bool) -> None:
-    async with halves(stage, worker=TELLING) as pair:
-        answer = await pair.answer(stream=stream, return_routed_experts=True, sampling_params={"max_new_tokens": 1})
-        assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
-
-
-async def test_expert_rows_of_several_samples(stage: Stage) -> None:
-    async with halves(stage, worker=TELLING) as pair:
-        answers = await pair.answer(sampling_params={**SHORT, "n": 3}, return_routed_experts=True)
-        for answer in answers:
-            assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
-
-
-@whole_and_streamed
 async def test_chat(stage: Stage, stream: bool) -> None:
     async with halves(stage) as pair:
-        reply = await pair.post(
-            "/v1/chat/completions",
-            model="m",
-            messages=[{"role": "user", "content": "Hi"}],
-            max_tokens=6,
-            stream=stream,
-        )
+        said: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "stream": stream}
+        reply = await pair.post("/v1/chat/completions", model="m", **said)
         assert reply.status == 200, reply.body
         if stream:
             deltas = [chunk["choices"][0]["delta"].get("content") for chunk in events_of(reply.body)]
@@ -192,15 +145,6 @@ async def test_what_a_pair_would_answer_otherwise_is_refused_by_name(stage: Stag
         assert not pair.decode.log.generations
 
 
-async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
-    async with halves(stage) as pair:
-        shown = {each["url"]: each for each in (await pair.router.ask("GET", "/workers")).json()["workers"]}
-        assert shown[pair.prefill.url]["worker_type"] == "prefill"
-        assert shown[pair.prefill.url]["bootstrap_port"] == pair.prefill.pairing.port
-        assert shown[pair.decode.url]["worker_type"] == "decode"
-        assert await metric(pair.router, "miles_router_worker_type", type="prefill", worker=pair.prefill.url) == 1
-
-
 async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> None:
     router = await stage.router()
     async with (
@@ -217,18 +161,6 @@ async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> Non
         assert answer.status == 200, answer.body
         assert answer.json()["output_ids"] == decode.log.generations[-1].output_ids
         assert len(prefill.log.at("/generate")) == 1
-
-
-async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> None:
-    router = await stage.router()
-    async with (
-        HalfWorker(Pairing("prefill"), router_url=router.url) as prefill,
-        HalfWorker(Pairing("decode"), router_url=router.url) as decode,
-    ):
-        await until(lambda: len(router.pool) == 2, "both have registered")
-        pair = Halves(router, [prefill], [decode])
-        check(pair, await pair.answer())
-        await until(lambda: not router.leftovers(), "the first probes are over")
 
 
 @pytest.mark.alone("idle workers take turns in each process")
@@ -248,31 +180,6 @@ async def test_a_key_keeps_its_decode_half_and_its_prefill_half(stage: Stage) ->
             assert (await pair.router.ask("POST", "/generate", headers, body)).status == 200
         assert sorted(len(worker.log.at("/generate")) for worker in pair.prefills) == [0, 4]
         assert sorted(len(worker.log.at("/generate")) for worker in pair.decodes) == [0, 4]
-
-
-@pytest.mark.alone("idle workers take turns in each process")
-async def test_a_mixed_fleet_serves_with_what_it_has(stage: Stage) -> None:
-    async with halves(stage) as pair, SimulatedWorker() as regular:
-        await pair.router.ask("POST", f"/add_worker?url={regular.url}")
-        await until(lambda: not pair.router.leftovers(), "the first probes are over")
-        for _ in range(4):
-            assert len((await pair.answer())["output_ids"]) == 6
-        assert [len(worker.log.at("/generate")) for worker in (*pair.workers, regular)] == [2, 2, 2]
-        assert (
-            await pair.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], n=2)
-        ).status == 200
-
-
-async def test_registering_a_half_again_keeps_what_it_is(stage: Stage) -> None:
-    async with halves(stage) as pair:
-        await pair.router.ask(
-            "POST",
-            "/workers",
-            [("Content-Type", "application/json")],
-            orjson.dumps({"url": pair.prefill.url, "labels": {"a": "b"}}),
-        )
-        await register(pair.router, pair.prefill)
-        check(pair, await pair.answer())
 
 
 # Ranks and pools
@@ -318,39 +225,87 @@ async def test_the_halves_of_a_pair_are_of_one_model(stage: Stage) -> None:
         assert [len(worker.log.at("/generate")) for worker in (*actor.workers, *judge.workers)] == [3] * 4
 
 
-async def test_a_half_of_another_model_makes_no_pair(stage: Stage) -> None:
+async def test_a_role_that_is_none_is_refused_and_nobody_joins(stage: Stage) -> None:
     router = await stage.router()
-    async with (
-        halves(stage, decodes=0, router=router, attributes={"model_id": "actor"}) as actor,
-        halves(stage, prefills=0, router=router, attributes={"model_id": "judge"}) as judge,
-    ):
-        for pair, model, missing in ((actor, "actor", "decode"), (judge, "judge", "prefill")):
-            reply = await pair.generate(model=model)
-            assert reply.status == 503
-            assert f"no routable {missing} worker" in reply.json()["error"]["message"]
-        assert (await router.ask("GET", "/readiness")).status == 503
-
-
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"worker_type": "both"}, "worker_type must be one of regular, prefill, decode"),
         ({"worker_type": "prefill"}, "needs its bootstrap_port"),
         ({"worker_type": "prefill", "bootstrap_port": 0}, "bootstrap_port must be a port"),
         ({"worker_type": "decode", "bootstrap_port": True}, "bootstrap_port must be a port"),
         ({"worker_type": ["decode"]}, "worker_type must be one of"),
-        ({"worker_type": None, "bootstrap_port": None}, None),
-    ],
-)
-async def test_a_role_that_is_none_is_refused_and_nobody_joins(
-    stage: Stage, said: dict[str, Any], problem: str | None
-) -> None:
-    router = await stage.router()
-    async with SimulatedWorker() as worker:
-        reply = await router.ask("POST", "/workers", JSON, orjson.dumps({"url": worker.url, **said}))
-        if problem is None:
-            assert (reply.status, len(router.pool)) == (201, 1)
-            await until(lambda: not router.leftovers(), "the first probes are over")
-        else:
-            assert (reply.status, len(router.pool)) == (400, 0)
-            assert problem in reply.json()["error"]["message"]
+    ]
+    for said, problem in wrong:
+        reply = await router.ask("POST", "/workers", JSON, orjson.dumps({"url": "http://127.0.0.1:1", **said}))
+        assert (reply.status, len(router.pool)) == (400, 0), said
+        assert problem in reply.json()["error"]["message"]
+
+
+TURN: dict[str, Any] = {"max_tokens": 8}
+
+
+@asynccontextmanager
+async def above(stage: Stage, **settings: Any) -> AsyncIterator[tuple[ExpertsTrial, Halves]]:
+    """Sessions, the cache and a keeper of experts before two pairs that sample alike."""
+    trial = await experts_trial(stage, around=(SESSIONS, CACHE), **settings)
+    worker = {"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1"}
+    async with halves(stage, 2, 2, router=trial.router, worker=worker) as pair:
+        yield trial, pair
+
+
+def turns_of(pair: Halves, path: str) -> list[GenerationRecord]:
+    """What the decode halves sampled, in the order of its prompts' lengths."""
+    told = [record for worker in pair.decodes for exchange in worker.log.at(path) for record in exchange.generations]
+    return sorted(told, key=lambda record: len(record.input_ids))
+
+
+async def test_an_episode_is_exact_with_the_rows_of_every_position(stage: Stage) -> None:
+    async with above(stage) as (trial, pair):
+        session = await trial.create()
+        await episode(trial, session, 5, **TURN)
+        (sample,) = await trial.exact(session)
+        told = turns_of(pair, CHAT)
+        assert len(told) == 5
+        exactly(sample, *told)
+        busy = [worker for worker in pair.workers if worker.log.at(CHAT)]
+        assert len(busy) == 2, "a session keeps its halves"
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("phase", ["prompt", "output"])
+async def test_a_turn_outlives_an_update(stage: Stage, mode: str, phase: str) -> None:
+    async with above(stage, partial_rollout="resume") as (trial, pair):
+        session = await trial.create()
+        history = [*HI, message_of(await trial.chat(session, HI, **TURN)), user("Go on")]
+        pair.hold(pair.prefills if phase == "prompt" else pair.decodes)
+        turn = spawn(trial.chat(session, history, **TURN), name="an agent")
+        await (pair.prefilling() if phase == "prompt" else pair.decoding())
+        await pair.post("/pause_generation", mode=mode)
+        pair.release()
+        await pair.post("/update_weight_version", new_version="2", abort_all_requests=False)
+        await pair.post("/continue_generation")
+        await turn
+        (sample,) = await trial.exact(session)
+        sampled = Counter[str]()
+        for each in sample["weight_versions"]:
+            sampled[each["version"]] += each["end"] - each["start"]
+        assert sampled["1"] + sampled["2"] == 16
+        assert sampled["2"] == 8 if phase == "prompt" else 0 < sampled["2"] < 8
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_a_streamed_turn_outlives_the_loss_of_a_half(stage: Stage, lost: str) -> None:
+    trial = await session_trial(stage, resume_on_worker_loss=True, hf_checkpoint=tokenizer_directory("qwen3"))
+    worker = {"tokenizer": qwen3(), "weight_version": "1"}
+    async with halves(stage, 2, 2, router=trial.router, worker=worker) as pair:
+        session = await trial.create()
+        those = pair.prefills if lost == "prefill" else pair.decodes
+        pair.hold(those)
+        async with under_way(trial.stream(session, HI, max_tokens=20, ignore_eos=True)) as turn:
+            await (pair.prefilling() if lost == "prefill" else pair.decoding())
+            await next(each for each in those if each.running).kill()
+            pair.release()
+            await turn
+        (sample,) = await trial.samples(session)
+        last = turns_of(pair, CHAT)[-1]
+        assert sample["tokens"] == [*last.input_ids, *last.output_ids]
+        assert sum(sample["loss_mask"]) == 20

@@ -11,8 +11,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.engine import PauseMode
-from tests.support.fleet import post, requests_of
-from tests.support.http import CutReply, request
+from tests.support.fleet import post
 from tests.support.resuming import (
     ABORT,
     DONE,
@@ -20,9 +19,6 @@ from tests.support.resuming import (
     EOS,
     EVENTS,
     IN_THE_QUEUE,
-    JSON,
-    PROMPT,
-    Engine,
     a_stream,
     answer,
     engine,
@@ -30,16 +26,14 @@ from tests.support.resuming import (
     events,
     generate,
     going_on,
-    held,
     in_json,
-    in_one,
     length,
     one_piece,
     pause,
     streamed,
     told,
 )
-from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, chunk, reply, script
 from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
@@ -67,19 +61,6 @@ async def test_the_clients_key_goes_with_every_question(stage: Stage) -> None:
     one.goes.append(told(answer([6], length(1), prompt=3)))
     await going_on(router, generating)
     assert one.keys == [b"Bearer mine"]
-
-
-async def test_a_prompt_whose_length_nobody_told_is_the_tokenizers(stage: Stage) -> None:
-    """SGLang does not tell it of what it aborts in its queue."""
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    first = answer([5], IN_THE_QUEUE)
-    del first["meta_info"]["prompt_tokens"]
-    generating = await pause(router, one, one_piece(first), lambda: generate(router, text="Hi"))
-    one.goes.append(told(answer([6], length(1), prompt=3, cached_tokens=2)))
-    came = (await going_on(router, generating)).json()
-    assert (came["output_ids"], came["meta_info"]["prompt_tokens"]) == ([5, 6], 2)
-    assert "cached_tokens" not in came["meta_info"], "that of the second prompt says nothing of the first"
 
 
 # The cut fell on the end
@@ -201,15 +182,6 @@ async def test_so_is_a_stream(stage: Stage) -> None:
             assert events(await going_on(router, generating)) == [answer([5]), answer([5, 6], ABORT)]
 
 
-@pytest.mark.parametrize("field", ["return_hidden_states", "custom_logit_processor"])
-async def test_answers_that_cannot_be_joined_are_returned(stage: Stage, field: str) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    asking = lambda: generate(router, **{field: True})  # noqa: E731
-    generating = await pause(router, one, one_piece(answer([5], ABORT)), asking)
-    assert (await going_on(router, generating)).json() == answer([5], ABORT)
-
-
 @pytest.mark.parametrize("ending", [(RESET,), (event({"error": {}}), *END), END], ids=["lost", "error", "no end"])
 @pytest.mark.parametrize("incremental", [False, True])
 async def test_a_stream_that_cannot_go_on_takes_nothing_back(
@@ -255,204 +227,6 @@ async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> N
             assert (await soon(generate(router, stream=True))).body == body
             assert len(one.asked) == 1
             one.asked.clear()
-
-
-async def test_a_comment_between_events_does_not_keep_a_stream_from_going_on(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-
-    def cut(paused: asyncio.Event) -> Behaviour:
-        return script(EVENTS, chunk(b": ping\n\n"), event(answer([5])), paused, event(answer([5, 6], ABORT)), *END)
-
-    generating = await pause(router, one, cut, lambda: generate(router, stream=True))
-    one.goes.append(script(EVENTS, chunk(b": ping\n\n"), event(answer([7], length(1), prompt=4)), *END))
-    *_, last, _, _ = (await going_on(router, generating)).body.split(b"\n\n")
-    assert orjson.loads(last.removeprefix(b"data: "))["output_ids"] == [5, 6, 7]
-
-
-# The expert ids of a long rollout, which nobody needs to hold while they pass
-
-LONG_ROWS = b"QUFB" * 100_000
-
-
-def long_reply(stream: bool, finish: object) -> bytes:
-    said = answer([5], finish)
-    said["meta_info"]["routed_experts"] = LONG_ROWS.decode()
-    return b"data: %b\n\n" % orjson.dumps(said) if stream else orjson.dumps(said)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("at", [-1, -2, -3, -60])
-async def test_a_long_answer_that_nobody_cut_is_given_on_before_it_has_ended(
-    stage: Stage, stream: bool, at: int
-) -> None:
-    one, rest = await engine(stage), asyncio.Event()
-    router = await stage.router(one.worker, partial_rollout="resume")
-    body = long_reply(stream, length(1))
-    end = DONE if stream else b""
-    head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])
-    pieces: list[Step] = [chunk(body[:at]), rest, chunk(body[at:]), *([chunk(end)] if end else []), chunk(b"")]
-    one.goes.append(script(head, *pieces))
-    client = await stage.client(router)
-    await client.send(request("POST", "/generate", JSON, orjson.dumps({"input_ids": PROMPT, "stream": stream})))
-    await client.read_head("POST")
-    begun = b""
-    while len(begun) < len(body) + at:
-        begun += await client.read_part()
-    rest.set()
-    assert begun + (await client.read_body()).body == body + end
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_long_answer_whose_worker_is_lost_never_looks_complete(stage: Stage, stream: bool) -> None:
-    one, rest = await engine(stage), asyncio.Event()
-    router = await stage.router(one.worker, partial_rollout="resume")
-    head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])
-    one.goes.append(script(head, chunk(long_reply(stream, length(1))[:-60]), rest, RESET))
-    client = await stage.client(router)
-    await client.send(request("POST", "/generate", JSON, orjson.dumps({"input_ids": PROMPT, "stream": stream})))
-    await client.read_head("POST")
-    assert await client.read_part()
-    rest.set()
-    with pytest.raises(CutReply):
-        await client.read_body()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    cut = long_reply(stream, ABORT)
-
-    def behind(paused: asyncio.Event) -> Behaviour:
-        if stream:
-            return script(EVENTS, paused, chunk(cut[:300_000]), chunk(cut[300_000:]), *END)
-        return script(paused, in_json(cut))
-
-    generating = await pause(router, one, behind, lambda: generate(router, stream=stream))
-    last = answer([7], length(1), prompt=3, routed_experts="QUFB")
-    one.goes.append(streamed(last) if stream else told(last))
-    came = await going_on(router, generating)
-    joined = events(came)[-1] if stream else came.json()
-    assert joined["output_ids"] == [5, 7]
-    assert joined["meta_info"]["routed_experts"] == LONG_ROWS.decode() + "QUFB"
-
-
-# Aborts, and clients that leave
-
-
-async def test_an_abort_between_two_goes_is_answered_at_once_with_what_has_come(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    first = answer([5], ABORT, id="mine")
-    generating = await pause(router, one, one_piece(first), lambda: generate(router, rid="mine"))
-    await post(router, "/abort_request", rid="mine")
-    assert (await soon(generating)).json() == first
-
-
-async def test_an_abort_at_the_moment_of_continue_is_final(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    first = answer([5], ABORT, id="mine")
-    generating = await pause(router, one, one_piece(first), lambda: generate(router, text="Hi", rid="mine"))
-    asked, go_on = asyncio.Event(), asyncio.Event()
-
-    async def tokenize(visit: Visit) -> None:
-        asked.set()
-        await script(go_on, reply(orjson.dumps({"tokens": PROMPT})))(visit)
-
-    one.worker.standing["/v1/tokenize"] = tokenize
-    await post(router, "/continue_generation")
-    await soon(asked.wait())
-    await post(router, "/abort_request", rid="mine")
-    go_on.set()
-    assert (await soon(generating)).json() == first
-    assert len(one.asked) == 1
-
-
-async def test_an_abort_of_one_of_several_reaches_its_worker_and_ends_it_alone(stage: Stage) -> None:
-    both = one, two = await engine(stage), await engine(stage)
-    router = await stage.router(one.worker, two.worker, partial_rollout="resume")
-    parts = [answer([5], ABORT, id="a"), answer([6], ABORT, id="b")]
-    asking = lambda: generate(router, input_ids=[PROMPT, PROMPT], rid=["a", "b"])  # noqa: E731
-    generating = await pause(router, one, one_piece(*parts), asking)
-    ended = {"a": asyncio.Event(), "b": asyncio.Event()}
-    where: dict[str, Engine] = {}
-
-    def second_go(engine: Engine) -> Behaviour:
-        async def behave(visit: Visit) -> None:
-            rid = {5: "a", 6: "b"}[engine.asked[-1]["input_ids"][-1]]
-            where[rid] = engine
-            await script(ended[rid], in_one([answer([7], ABORT, prompt=3, id=rid)]))(visit)
-
-        return behave
-
-    for each in both:
-        each.goes.append(second_go(each))
-    await post(router, "/continue_generation")
-    await until(lambda: len(where) == 2, "each goes on at a worker of its own")
-    await post(router, "/abort_request", rid="a")
-    aborts = {each: [one for one in each.worker.requests if one.path == "/abort_request"] for each in both}
-    assert {orjson.loads(each.body)["rid"] for each in aborts[where["a"]]} == {"a", where["a"].asked[-1]["rid"]}
-    assert aborts[where["b"]] == []
-    ended["a"].set()
-    await post(router, "/pause_generation")
-    ended["b"].set()
-    await until(lambda: held(router), "the other was cut again, and waits")
-    for each in both:
-        each.goes.append(told(answer([8], length(1), prompt=4, id="b")))
-    first, second = (await going_on(router, generating)).json()
-    assert (first["output_ids"], first["meta_info"]["finish_reason"]) == ([5, 7], ABORT)
-    assert (second["output_ids"], second["meta_info"]["finish_reason"]) == ([6, 7, 8], length(3))
-
-
-async def test_a_cut_that_arrives_after_another_has_gone_on_is_one_all_the_same(stage: Stage) -> None:
-    both = one, two = await engine(stage), await engine(stage)
-    router = await stage.router(one.worker, two.worker, partial_rollout="resume")
-    parts = [answer([token], ABORT) for token in (5, 6)]
-    asking = lambda: generate(router, input_ids=[[1, 2], [3, 4]])  # noqa: E731
-    generating = await pause(router, one, one_piece(*parts), asking)
-    quick, late = asyncio.Event(), asyncio.Event()
-    one.goes.append(script(quick, in_one([answer([7], ABORT, prompt=3)])))
-    two.goes.append(script(late, in_one([answer([7], ABORT, prompt=3)])))
-    await post(router, "/continue_generation")
-    await until(lambda: len(one.asked) == 2 and len(two.asked) == 1, "both run")
-    await post(router, "/pause_generation")
-    quick.set()
-    await until(lambda: held(router), "the one was cut")
-    for each in both:
-        each.goes.extend([told(answer([8], length(1), prompt=4)) for _ in range(2)])
-    await post(router, "/continue_generation")
-    await until(lambda: len(one.asked) + len(two.asked) == 4, "the one goes on")
-    late.set()
-    came = (await soon(generating)).json()
-    assert [each["output_ids"] for each in came] == [[5, 7, 8], [6, 7, 8]]
-
-
-@pytest.mark.parametrize("where", ["at the gate", "while a worker is asked", "in the next go"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_ends_it_wherever_it_is(stage: Stage, where: str, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
-    client = await stage.client(router)
-    parts = [answer([token], ABORT) | ({"index": index} if stream else {}) for index, token in enumerate((5, 6))]
-    paused = asyncio.Event()
-    one.goes.append(script(paused, EVENTS, *map(event, parts), *END) if stream else script(paused, in_one(parts)))
-    body = {"text": ["Hi", "Ho"], "stream": stream}
-    await client.send(request("POST", "/generate", JSON, orjson.dumps(body)))
-    await until(lambda: one.asked, "it runs")
-    await post(router, "/pause_generation")
-    paused.set()
-    await until(lambda: held(router) == 2, "it was cut")
-    if where != "at the gate":
-        if where == "while a worker is asked":
-            one.worker.standing["/v1/tokenize"] = script(HANG)
-        one.goes.extend([script(HANG), script(HANG)])
-        await post(router, "/continue_generation")
-        await until(lambda: one.worker.busy == 2, "it goes on")
-    client.abort()
-    await stage.nothing_under_way()
-    assert held(router) == len(requests_of(router)) == 0
 
 
 # What is a cut

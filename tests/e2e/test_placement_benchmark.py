@@ -9,15 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.benchmarks.placement.bounds import alone, lower_bound, work
-from tests.benchmarks.placement.even import EvenFleet
-from tests.benchmarks.placement.generators import SCENARIOS
 from tests.benchmarks.placement.routers import contenders
-from tests.benchmarks.placement.workload import Episode, Ids, Turn, lines, read
-from tests.support import tiers
-from tests.support.simulated.costs.gpu import QWEN3_8B_H100
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = [
@@ -51,18 +43,6 @@ def played(folder: Path, router: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.clients
-def test_the_gateway_plays_the_same_workload(tmp_path: Path) -> None:
-    if not tiers.heavy():
-        pytest.skip("the gateway has an environment of its own")
-    rows = played(tmp_path, "sglang-router")
-    assert [row["policy"] for row in rows] == [each.policy for each in contenders() if each.router == "sglang-router"]
-    for row in rows:
-        assert (row["workload"], row["failed"]) == ("tiny", 0)
-        assert row["makespan_s"] >= row["lower_bound_s"] > 0
-        assert 0 < row["prefix_hit_rate"] < 1
-
-
 def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_ours(tmp_path: Path) -> None:
     rows = played(tmp_path, "miles-router")
     assert [row["policy"] for row in rows] == [each.policy for each in contenders() if each.router == "miles-router"]
@@ -74,70 +54,3 @@ def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_our
         # The second and third turns of the three sessions find at least what they said; most of it is theirs alone.
         assert 0 < row["prefix_hit_rate"] < 1
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_a_workload_is_read_as_it_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "w.jsonl"
-    for scenario in SCENARIOS.values():
-        made = scenario.episodes(1)
-        file.write_text(lines(made))
-        assert read(file) == made
-        assert made == scenario.episodes(1)
-    assert SCENARIOS["grpo"].episodes(1) != SCENARIOS["grpo"].episodes(2)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[]",
-        "{}",
-        '{"prompt_tokens": 5, "turns": []}',
-        '{"prompt_tokens": 0, "turns": [{"output_tokens": 1}]}',
-        '{"prompt_tokens": 5, "turns": [{"output_tokens": 0}]}',
-        '{"prompt_tokens": 5, "at": -1, "turns": [{"output_tokens": 1}]}',
-        '{"prompt_tokens": 5, "turns": [{"output_tokens": 1, "tool_wait_s": "1"}]}',
-    ],
-)
-def test_what_is_no_episode_is_refused_by_its_line(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "w.jsonl"
-    file.write_text('{"prompt_tokens": 5, "turns": [{"output_tokens": 1}]}\n\n' + line)
-    with pytest.raises(ValueError, match=r"w\.jsonl:3: no episode"):
-        read(file)
-
-
-def test_a_group_shares_its_prefix_and_nobody_shares_more() -> None:
-    ids = Ids(1)
-    one, other = Episode((Turn(1),), 30, 20, "g"), Episode((Turn(1),), 25, 20, "g")
-    first, second = ids.prompt(0, one).split(b","), ids.prompt(1, other).split(b",")
-    assert (len(first), len(second)) == (30, 25)
-    assert first[:20] == second[:20]
-    assert first[20:25] != second[20:]
-    assert ids.prompt(0, Episode((Turn(1),), 30, 20, "h")).split(b",")[:20] != first[:20]
-    assert len(ids.prompt(0, Episode((Turn(1),), 5, 20, "g")).split(b",")) == 20
-    assert Ids(2).prompt(0, one) != ids.prompt(0, one)
-
-
-def test_the_bound_is_the_longest_episode_or_the_work_of_all() -> None:
-    long = Episode((Turn(1000, 3.0, 10), Turn(10)), 100, at=2.0)
-    short = Episode((Turn(10),), 5000, at=1.0)
-    gpu = QWEN3_8B_H100
-    assert lower_bound([long, short], gpu, [1.0, 0.5]) == pytest.approx(1.0 + alone(long, gpu) + 3.0)
-    many = [short] * 500
-    assert lower_bound(many, gpu, [1.0, 0.5]) == pytest.approx(work(many, gpu) / 1.5)
-    # What a group shares is computed once.
-    group = [Episode((Turn(10),), 5000, 4999, "g")] * 500
-    assert work(group, gpu) < work(many, gpu) / 50
-
-
-def test_an_even_step_takes_what_its_sequences_take_together() -> None:
-    gpu = QWEN3_8B_H100
-    session = Episode((Turn(1000, 3.0, 10), Turn(100)), 100)
-    assert EvenFleet(gpu, 1).makespan([session]) == pytest.approx(alone(session, gpu) + 3.0, rel=0.01)
-    samples = [Episode((Turn(1000),), 2000, group=f"g{number}") for number in range(16)]
-    together = gpu.decode_seconds(999, 16, 16 * 2001) + 16 * gpu.prefill_seconds([(2000, 0)])
-    assert EvenFleet(gpu, 1).makespan(samples) == pytest.approx(together, rel=0.01)
-    # Of eight workers each has two; and what a group shares is computed once.
-    pairs = gpu.decode_seconds(999, 2, 2 * 2001) + 2 * gpu.prefill_seconds([(2000, 0)])
-    assert pairs < EvenFleet(gpu, 8).makespan(samples) < 1.02 * pairs
-    group = [Episode((Turn(1000),), 2000, 1999, "g")] * 16
-    assert EvenFleet(gpu, 1).makespan(group) < EvenFleet(gpu, 1).makespan(samples) - 0.5

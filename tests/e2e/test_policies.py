@@ -11,7 +11,7 @@ from miles_router.fleet.placement.contract import PlacementRequest
 from miles_router.fleet.workers import Unit
 from tests.support.http import Client, Pairs, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import HANG, LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -70,47 +70,6 @@ async def held(stage: Stage, router: RunningRouter, workers: list[ScriptedWorker
     for worker in workers:
         worker.always(script(reply()))
     return clients
-
-
-async def test_a_session_leaves_a_worker_with_far_more_in_flight_and_stays_where_it_went(stage: Stage) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    router = await stage.router(*workers)
-    home = await taker(router, workers, SESSION)
-    clients: dict[ScriptedWorker, list[Client]] = {worker: [] for worker in workers}
-    while min(len(there) for there in clients.values()) < 4:
-        busy = {worker: worker.busy for worker in workers}
-        (client,) = await held(stage, router, workers, 100)
-        clients[next(worker for worker in workers if worker.busy > busy[worker])].append(client)
-    assert [await taker(router, workers, SESSION) for _ in range(2)] == [home] * 2, "the other is as busy"
-    (other,) = (worker for worker in workers if worker is not home)
-    for client in clients[other]:
-        client.abort()
-    await until(lambda: router.pool.in_flight == len(clients[home]), "the other is idle")
-    assert [await taker(router, workers, SESSION) for _ in range(3)] == [other] * 3
-    for client in clients[home]:
-        client.abort()
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_sessions_leave_a_worker_that_takes_far_longer_for_a_token(stage: Stage, stream: bool) -> None:
-    """Both take as long for an answer, and one says that it has sampled a hundredth."""
-    workers = [await stage.worker() for _ in range(2)]
-    for worker, tokens in zip(workers, (20, 2_000), strict=True):
-        answer = b'{"text":"x","meta_info":{"completion_tokens":%d,"cached_tokens":0}}' % tokens
-        events = (chunked_head([("Content-Type", "text/event-stream")]), chunk(b"data: %b\n\n" % answer))
-        worker.always(script(*events, chunk(b"data: [DONE]\n\n"), LAST_CHUNK) if stream else script(reply(answer)))
-    router = await stage.router(*workers)
-    sessions: list[Pairs] = [[("X-SMG-Routing-Key", name)] for name in "abcd"]
-    homes = [await taker(router, workers, session) for session in sessions]
-    assert homes.count(workers[0]) == 2
-    for _ in range(60):
-        homes = [await taker(router, workers, session) for session in sessions]
-        if workers[0] not in homes:
-            break
-    assert [await taker(router, workers, session) for session in 3 * sessions] == [workers[1]] * 12
-    (slow, other) = (worker.units[0] for worker in router.pool)
-    assert slow.pace > 1.3
-    assert other.pace == 1
 
 
 async def test_a_reply_that_was_held_up_for_its_client_says_nothing_of_its_worker(stage: Stage) -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import orjson
 import pytest
 
-from miles_router.client import RouterClient
 from miles_router.fleet.workers import WorkerState
-from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support import http
-from tests.support.fleet import JSON, info, post, posting, until_health
+from tests.support.fleet import JSON, info, post, posting
 from tests.support.http import RawReply
-from tests.support.metrics import metric
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_apis import case
 from tests.support.tokenizers import tokenizer_directory
@@ -37,6 +31,8 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": HI, "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
 }
+#: The routes that apply an adapter.
+ADAPTED = ("/generate", CHAT, "/v1/completions", "/v1/messages")
 
 
 class Scene:
@@ -121,12 +117,6 @@ async def test_an_unknown_model_is_404_with_those_that_are_known_and_no_worker_h
             assert "known models: actor, judge, org/plain" in error["message"]
 
 
-async def test_a_fleet_without_a_model_id_never_looks_at_the_model() -> None:
-    async with scene(default=True) as made:
-        assert await made.answers(model="anything") == ""
-        assert await made.answers("/generate", model=7) == ""
-
-
 async def test_a_request_that_names_no_model_is_for_the_workers_that_were_given_none() -> None:
     async with scene("judge", default=True) as made:
         assert await made.answers("/generate") == ""
@@ -150,20 +140,6 @@ async def test_a_model_goes_by_the_name_that_its_engines_have_too() -> None:
         assert ([each.status for each in answers], made.generations()["actor"]) == ([200] * 8, 8)
         assert await made.answers(model="org/judge") == "judge"
         assert await made.answers(model="org/plain") == ""
-
-
-async def test_a_model_keeps_the_names_that_its_engines_had_before_an_update_from_disk() -> None:
-    async with scene("judge", default=True, settings={"health_check_interval": 0.05}) as made:
-        assert await made.answers(model="org/plain") == ""
-        made[""].settings = dataclasses.replace(made[""].settings, served_model_name="/step/7", model_path="/step/7")
-        await until(lambda: "/step/7" in made.router.app.router.fleet.model_names, "the new name is known")
-        assert [await made.answers(model=name) for name in ("org/plain", "/step/7")] == ["", ""]
-
-
-async def test_a_name_that_two_engines_have_is_none() -> None:
-    async with scene("actor", "judge", model_path="org/same") as made:
-        assert "known models: actor, judge" in refused(await made.answers(model="org/same"))["message"]
-        assert await made.answers(model="judge") == "judge"
 
 
 SAID = '"messages": [{"role": "user", "content": "\\"model\\": \\"actor\\""}]'
@@ -229,13 +205,6 @@ async def test_a_model_id_that_is_no_name_is_refused() -> None:
                 assert (answer.status, "model_id" in answer.json()["error"]["message"]) == (400, True)
 
 
-async def test_the_default_pool_may_have_a_name() -> None:
-    async with scene("judge", "actor", default=True, settings={"model_id": "actor"}) as made:
-        assert {await made.answers(model="actor") for _ in range(4)} == {"actor", ""}
-        assert {await made.answers("/generate") for _ in range(4)} == {"actor", ""}
-        assert await made.answers(model="judge") == "judge"
-
-
 async def test_workers_of_a_later_pool_are_checked_too() -> None:
     settings = {"health_check_interval": 0.05, "health_check_failure_threshold": 1}
     async with scene("judge", default=True, settings=settings) as made:
@@ -244,19 +213,6 @@ async def test_workers_of_a_later_pool_are_checked_too() -> None:
         await until(lambda: record.state is WorkerState.QUARANTINED, "it is found")
         await made["judge"].restart()
         await until(lambda: record.state is WorkerState.READY, "it is back")
-
-
-async def test_numbers_are_of_all_pools() -> None:
-    async with scene("judge", default=True, token_latency_s=0.02) as made:
-        long = {"max_new_tokens": 30_000, "ignore_eos": True}
-        clients = [posting(made.router, text="Hi", sampling_params=long, model=name) for name in ("default", "judge")]
-        await until(lambda: all(worker.running for worker in made.workers.values()), "both generate")
-        await until_health(made.router, in_flight=2)
-        for worker in made.workers.values():
-            assert await metric(made.router, "miles_router_in_flight", worker=worker.url) == 1
-        for client in clients:
-            client.cancel()
-        await asyncio.wait(clients)
 
 
 # What is done to one of them
@@ -289,14 +245,6 @@ async def test_weight_versions_are_of_one_pool() -> None:
             assert (await register(made.router, late, "judge")).json()["state"] == "outdated"
 
 
-async def test_without_a_model_id_the_workers_that_were_given_none_are_meant() -> None:
-    async with scene("judge", default=True) as made:
-        assert (await post(made.router, "/update_weight_version", new_version="7")).status == 200
-        assert (made[""].weight_version, made["judge"].weight_version) == ("7", "default")
-        assert (await post(made.router, "/pause_generation", mode="abort")).status == 200
-        assert await made.answers(model="judge") == "judge"
-
-
 async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody() -> None:
     async with scene("actor", "judge") as made:
         for query in ["", "?model_id=gpt-4"]:
@@ -305,21 +253,6 @@ async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody() 
                 assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
                 assert "known models: actor, judge" in answer.json()["error"]["message"]
                 assert [worker.log.at("/pause_generation") for worker in made.workers.values()] == [[], []]
-
-
-async def test_what_a_pause_cut_goes_on_in_its_own_pool() -> None:
-    settings = {"partial_rollout": "resume"}
-    async with scene("judge", default=True, settings=settings, token_latency_s=0.01) as made:
-        judge = made["judge"]
-        params = {"max_new_tokens": 60, "ignore_eos": True}
-        client = posting(made.router, text="Hi", sampling_params=params, model="judge")
-        await until(lambda: any(each.output_ids for each in judge.engine.running.values()), "it has begun")
-        assert (await post(made.router, "/pause_generation?model_id=judge", mode="abort")).status == 200
-        await until(lambda: made.router.app.pools.of_id("judge").fleet.gate.held == 1, "it waits")
-        assert (await post(made.router, "/continue_generation?model_id=judge")).status == 200
-        assert (await client).json()["meta_info"]["completion_tokens"] == 60
-        assert len(judge.log.generations) > 1
-        assert made[""].log.generations == []
 
 
 # Layers
@@ -352,27 +285,6 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         assert (answer.status, b"sessions are available only for the model 'actor'" in answer.body) == (400, True)
 
 
-class Onlooker:
-    """A layer that says nothing of models."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
-        self.seen: list[tuple[str, str | None]] = []
-        router.state.onlooker = self
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            self.seen.append((scope["path"], Exchange.of(scope).pool))
-        await self.app(scope, receive, send)
-
-
-async def test_other_layers_see_every_request() -> None:
-    settings = {"middlewares": (MiddlewareSpec(f"{__name__}.Onlooker", {}),)}
-    async with scene("judge", default=True, settings=settings) as made:
-        assert [await made.answers(model=name) for name in ("default", "judge")] == ["", "judge"]
-        assert made.router.app.router.state.onlooker.seen == [(CHAT, None), (CHAT, "judge")]
-
-
 # Adapters
 
 
@@ -397,31 +309,12 @@ def never_applied(answer: str | RawReply) -> None:
     assert "/v1/responses ignores LoRA adapters" in answer.json()["error"]["message"]
 
 
-async def test_an_adapter_answers_however_it_is_named() -> None:
-    async with with_adapters() as made:
-        for path, adapter, base in itertools.product(
-            ["/generate", CHAT, "/v1/completions", "/v1/messages"], ["one", "org/two:b"], ["actor:", "org/actor:", ""]
-        ):
-            with case(path, adapter, base):
-                assert await made.answers(path, model=f"{base}{adapter}") == "actor"
-                assert applied(made["actor"]) == adapter
-                assert await made.answers(path, model="actor") == "actor"
-                assert applied(made["actor"]) is None
-
-
 async def test_an_adapter_that_a_generation_names_itself_counts() -> None:
     async with with_adapters() as made:
         assert await made.answers("/generate", model="actor:one", lora_path="org/two:b") == "actor"
         assert applied(made["actor"]) == "org/two:b"
         assert await made.answers("/generate", model="actor:one", lora_path=None) == "actor"
         assert applied(made["actor"]) == "one"
-
-
-async def test_a_route_that_never_applies_an_adapter_answers_nothing() -> None:
-    async with with_adapters() as made:
-        for model in ("actor:one", "one"):
-            answer = await made.answers("/v1/responses", model=model)
-            never_applied(answer)
 
 
 async def test_an_adapter_that_nobody_has_is_never_answered_by_base_weights() -> None:
@@ -432,14 +325,6 @@ async def test_an_adapter_that_nobody_has_is_never_answered_by_base_weights() ->
             assert (answer.status, b"never been loaded" in answer.body) == (400, True)
         error = refused(await made.answers(model="three"))
         assert "adapters: org/actor:one, org/actor:org/two:b" in error["message"]
-
-
-async def test_an_adapter_loaded_behind_the_router_is_found() -> None:
-    async with scene("actor", "judge", enable_lora=True) as made:
-        loaded = orjson.dumps({"lora_name": "late", "lora_path": "/x"})
-        assert (await http.ask(made["judge"].url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
-        assert await made.answers("/generate", model="late") == "judge"
-        assert applied(made["judge"]) == "late"
 
 
 @asynccontextmanager
@@ -453,42 +338,13 @@ async def one_model_with_adapters() -> AsyncIterator[Scene]:
         yield Scene(router, {"": worker})
 
 
-async def test_an_adapter_answers_where_no_worker_has_a_model_id() -> None:
-    async with one_model_with_adapters() as made:
-        for path, adapter, base in itertools.product(
-            ["/generate", CHAT, "/v1/completions", "/v1/messages"],
-            ["one", "org/two:b"],
-            ["org/plain:", "default:", "gpt:", ""],
-        ):
-            with case(path, adapter, base):
-                assert await made.answers(path, model=f"{base}{adapter}") == ""
-                assert applied(made[""]) == adapter
-
-
-async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> None:
-    async with one_model_with_adapters() as made:
-        for path in ROUTES:
-            for model in ("org/plain", "default", "gpt-4", "Gpt 4"):
-                assert await made.answers(path, model=model) == ""
-                assert applied(made[""]) is None
-                assert made[""].log.at(path)[-1].json()["model"] == model
-
-
-async def test_a_name_that_an_order_about_adapters_had_wrong_is_the_models() -> None:
-    async with one_model_with_adapters() as made:
-        refused = await post(made.router, "/unload_lora_adapter", lora_name="gpt-4")
-        assert refused.status == 400
-        assert await made.answers(model="gpt-4") == ""
-        assert applied(made[""]) is None
-
-
 async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_base_weights() -> None:
     async with one_model_with_adapters() as made:
         for model in ("org/plain:one", "one"):
             answer = await made.answers("/v1/responses", model=model)
             never_applied(answer)
         assert (await post(made.router, "/unload_lora_adapter", lora_name="one")).status == 200
-        for path in ("/generate", CHAT, "/v1/completions", "/v1/messages"):
+        for path in ADAPTED:
             answer = await made.answers(path, model="one")
             assert isinstance(answer, RawReply)
             assert (answer.status, b"one" in answer.body) == (400, True)
@@ -502,30 +358,6 @@ async def load(worker: SimulatedWorker, name: str) -> None:
     """Load an adapter, and the router does not see it."""
     loaded = orjson.dumps({"lora_name": name, "lora_path": "/x"})
     assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
-
-
-async def test_unknown_name_is_refused_while_no_worker_reports_its_adapters() -> None:
-    async with with_lora() as worker, running_router(health_check_timeout=0.5) as router:
-        await load(worker, "one")
-        await register(router, worker, None)
-        made = Scene(router, {"": worker})
-        record = router.pool.get(worker.url)
-        await until(lambda: record.adapters == frozenset({"one"}), "it has said which it has")
-        for fault in (partial(worker.faults.status, 500), worker.faults.hang, worker.faults.reset_in_headers):
-            record.adapters = None
-            router.app.pools.default.fleet.adapter_names.clear()
-            router.app.pools.default.forget_adapters()
-            fault(path="/v1/models", times=1)
-            answer = await made.answers(model="one")
-            assert isinstance(answer, RawReply)
-            assert (answer.status, orjson.loads(answer.body)["error"]["type"]) == (503, "no_worker_available")
-        assert await made.answers(model="org/plain") == ""
-        router.app.pools.default.forget_adapters()
-        assert await made.answers(model="one") == ""
-        assert applied(worker) == "one"
-        worker.faults.hang(path="/v1/models", times=None)
-        router.app.pools.default.forget_adapters()
-        assert await made.answers(model="gpt-4") == "", "what it said the last time"
 
 
 async def test_an_adapter_that_one_of_the_workers_has_is_never_answered_by_base_weights() -> None:
@@ -542,40 +374,6 @@ async def test_an_adapter_that_one_of_the_workers_has_is_never_answered_by_base_
         assert {each.lora_path for each in second.log.generations} == {"one", "two"}
 
 
-@pytest.mark.parametrize("silence", ["an error", "a later engine"])
-async def test_who_has_not_said_whether_it_applies_adapters_is_asked_for_them(silence: str) -> None:
-    async with with_lora() as worker, SimulatedWorker(model_path="org/plain") as before, running_router() as router:
-        await load(worker, "one")
-        if silence == "a later engine":
-            await register(router, before, None)
-            assert (await post(router, CHAT, **ROUTES[CHAT])).status == 200
-            assert (await post(router, "/remove_worker", url=before.url)).status == 200
-        worker.faults.status(503, path="/server_info", times=2)
-        worker.faults.status(503, path="/get_server_info", times=2)
-        await register(router, worker, None)
-        assert (await post(router, CHAT, **{**ROUTES[CHAT], "model": "one"})).status == 200
-        assert applied(worker) == "one"
-
-
-async def test_nobody_waits_for_what_a_worker_that_joins_says_of_adapters() -> None:
-    async with with_lora() as worker, with_lora() as newcomer, running_router(health_check_timeout=600.0) as router:
-        await load(worker, "one")
-        await register(router, worker, None)
-
-        async def answered(model: str) -> int:
-            at_home = [*JSON, ("X-SMG-Routing-Key", "a")]
-            body = orjson.dumps({**ROUTES["/generate"], "model": model})
-            return (await router.ask("POST", "/generate", at_home, body)).status
-
-        assert await answered("one") == 200
-        for path in ("/server_info", "/get_server_info", "/v1/models"):
-            newcomer.faults.hang(path=path, times=None)
-        await register(router, newcomer, None)
-        assert not router.app.pools.default.fleet.all_reported
-        assert [await answered(model) for model in ("one", "gpt-4")] == [200, 200]
-        assert [each.lora_path for each in worker.log.generations] == ["one", "one", None]
-
-
 async def test_adapter_field_is_applied_or_refused_on_routes_without_one() -> None:
     async with one_model_with_adapters() as made:
         assert await made.answers("/v1/messages", model="gpt-4", lora_path="one") == ""
@@ -588,21 +386,3 @@ async def test_a_model_that_cannot_be_written_is_refused() -> None:
         body = b'{"text":"Hi","model":"default:\\ud800"}'
         answer = await made.router.ask("POST", "/generate", JSON, body)
         assert answer.status == 400, answer.body
-
-
-async def test_an_order_about_something_else_names_no_adapter() -> None:
-    async with one_model_with_adapters() as made:
-        assert (await post(made.router, "/flush_cache", lora_name="gpt-4")).status == 200
-        assert await made.answers(model="gpt-4") == ""
-        assert applied(made[""]) is None
-
-
-async def test_a_client_controls_the_workers_of_one_model() -> None:
-    async with scene("actor", "judge") as made, RouterClient(made.router.url) as client:
-        actor = client.of_model("actor")
-        async with actor.paused():
-            await actor.update_weight_version("7")
-        assert (made["actor"].weight_version, made["judge"].weight_version) == ("7", "default")
-        await actor.remove_worker(made["actor"].url)
-        assert (await actor.add_worker(made["actor"].url))["url"] == made["actor"].url
-        assert await made.answers(model="actor") == "actor"

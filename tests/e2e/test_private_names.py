@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from miles_router.tasks import cancelled, spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.events import events_of
 from tests.support.fleet import post
-from tests.support.http import CutReply, Pairs, RawReply
+from tests.support.http import CutReply
 from tests.support.scripted_worker import reply, script
 from tests.support.session_apis import BOTH
 from tests.support.session_trial import CHAT, JSON, simulated_sessions, user
@@ -38,10 +37,6 @@ SPELLED = {
     "twice": '"rid": "one-of-mine", "rid": "%s"',
     "nested before": '"session_params": {"rid": null}, "rid": "%s"',
 }
-
-
-def bearer(key: str) -> Pairs:
-    return [("Authorization", f"Bearer {key}")]
 
 
 async def runs(worker: SimulatedWorker, count: int) -> None:
@@ -153,28 +148,6 @@ async def test_an_abort_by_a_client_s_name_ends_its_own_alone(stage: Stage, rid:
             assert (await trial.ask("POST", "/abort_request", {"rid": rid})).status == 200
             assert (await turn).json()["choices"][0]["finish_reason"] == "abort"
         await nothing_ends(trial.worker, [left])
-
-
-@both
-async def test_clients_of_several_keys_share_no_names(stage: Stage, tmp_path: Path, stream: bool) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("first\nsecond\n")
-    async with SimulatedWorker(token_latency_s=0.005) as worker:
-        router = await stage.router(worker.url, api_key_file=str(keys), admin_api_key="admin")
-
-        async def asks(key: str, **fields: Any) -> RawReply:
-            body = {"text": "Hi", "sampling_params": ENDLESS, **fields}
-            return await router.ask("POST", "/generate", [*JSON, *bearer(key)], json.dumps(body).encode())
-
-        left = spawn(asks("first", rid="task-10"), name="left")
-        await runs(worker, 1)
-        leaves = spawn(asks("second", rid="task-1", stream=stream), name="leaves")
-        await runs(worker, 2)
-        await cancelled(leaves)
-        await runs(worker, 1)
-        await nothing_ends(worker, [left])
-        shown = await asks("first", rid="task-1", sampling_params=SHORT)
-        assert shown.json()["meta_info"]["id"] == "task-1"
 
 
 async def test_a_cut_stream_of_a_renamed_generation_is_broken_off(stage: Stage) -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
 from tests.support.fleet import JSON, asked, by_path
-from tests.support.forks import fork_router
-from tests.support.http import Client, ask, request
+from tests.support.http import ask
 from tests.support.processes import processes
 from tests.support.recording_proxy import RecordingProxy
-from tests.support.running_router import AS_USERS_DO, refuses, router_process
-from tests.support.scripted_worker import BODY, HANG, ScriptedWorker, reply, script
+from tests.support.running_router import refuses
+from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -32,21 +30,6 @@ async def holding(stage: Stage, gate: asyncio.Event) -> ScriptedWorker:
 
 def generations(*workers: ScriptedWorker) -> int:
     return sum(asked(worker).count("/generate") for worker in workers)
-
-
-async def test_the_banner_comes_once_and_says_how_many_there_are(stage: Stage) -> None:
-    async with processes([await stage.worker()], start=AS_USERS_DO) as router:
-        shown = router.router.stderr()
-    assert shown.count("listening") == 1
-    assert "processes    2, and a leader" in shown
-
-
-async def test_it_listens_though_a_worker_never_says_what_it_is(stage: Stage) -> None:
-    worker = await stage.worker()
-    worker.model_info = script(reply(b'{"model_path": "/a"}'))
-    worker.standing["/server_info"] = script(HANG)
-    async with processes([worker]) as router:
-        assert (await router.ask("GET", "/health")).json()["workers_routable"] == 1
 
 
 async def test_requests_in_flight_are_those_of_all_processes(
@@ -162,32 +145,6 @@ async def test_a_key_s_requests_go_to_one_worker_whichever_process_sends_them(st
             assert sorted(grown) == [0, MANY]
 
 
-async def test_keys_are_asked_for_where_requests_come_in(stage: Stage) -> None:
-    worker = await stage.worker()
-    keys = ("--api-key", "theirs", "--admin-api-key", "ours", "--middleware-paths", "tests.support.owned.Owned")
-    given = ("--worker-urls", worker.url, "--processes", "2", *keys)
-    async with router_process(*given, start=fork_router) as router:
-        for target in ("/workers", "/metrics", "/router/info"):
-            assert (await ask(router.url, "GET", target)).status == 401
-            assert (await ask(router.url, "GET", target, [("Authorization", "Bearer theirs")])).status == 401
-            assert (await ask(router.url, "GET", target, [("Authorization", "Bearer ours")])).status == 200
-        assert (await ask(router.url, "GET", "/health")).json()["workers_total"] == 1
-        info = (await ask(router.url, "GET", "/router/info", [("Authorization", "Bearer ours")])).json()
-        assert {info["config"][name] for name in ("api_key", "admin_api_key")} == {"set (hidden)"}
-        assert info["config"]["middlewares"] == "tests.support.owned.Owned"
-
-
-async def test_errors_of_the_whole_fleet_have_the_words_that_they_have_in_one_process(stage: Stage) -> None:
-    async with processes([await stage.worker()]) as router:
-        refused = await router.post("/pause_generation", mode="sideways")
-        assert (refused.status, refused.error_type) == (400, "invalid_request")
-        unknown = await router.ask("GET", "/workers/nobody")
-        assert (unknown.status, unknown.error_type) == (404, "not_found")
-        assert (await router.ask("PUT", "/workers")).error_type == "invalid_request"
-        named = await ask(router.url, "GET", "/workers", [("X-Request-Id", "mine")])
-        assert named.value("x-request-id") == b"mine"
-
-
 async def test_sigterm_lets_requests_of_all_processes_finish_and_exits_0(stage: Stage) -> None:
     gate = asyncio.Event()
     worker = await holding(stage, gate)
@@ -202,27 +159,9 @@ async def test_sigterm_lets_requests_of_all_processes_finish_and_exits_0(stage: 
         assert "process_died" not in router.router.stderr()
 
 
-async def test_sigterm_again_while_processes_end_exits_0(stage: Stage) -> None:
-    async with processes([await stage.worker()]) as router:
-        data = await router.data()
-        router.router.terminate()
-        while router.children.keys() & set(data):
-            router.router.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0)
-
-
 async def test_a_port_is_not_shared_with_another_router(stage: Stage) -> None:
     async with processes([]) as router:
         port = router.url.rpartition(":")[2]
         done = run("--port", port, "--processes", "2")
         assert done.returncode == 2
         assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
-
-
-async def test_a_client_s_connection_stays_where_it_is(stage: Stage) -> None:
-    worker = await stage.worker()
-    async with processes([worker]) as router, await Client.connect(router.url) as client:
-        for _ in range(5):
-            await client.send(request("POST", "/generate", JSON, b'{"text": "Hi"}'))
-            assert (await client.read()).status == 200
-        assert generations(worker) == 5

@@ -88,21 +88,6 @@ async def test_eight_requests_on_a_worker_with_two_ranks_are_four_each(path: str
         await until(lambda: router.pool.in_flight == 0, "every lease is given back")
 
 
-async def test_ranks_are_level_where_the_engine_alone_would_pile_up() -> None:
-    """An engine's turns do not know which of its requests have ended."""
-    async with one() as (worker, router):
-        first = [posting(router, **ROUTES["/generate"]) for _ in range(4)]
-        await until(lambda: worker.running == 4, "all generate")
-        on_one = [rid for rid, each in worker.engine.running.items() if each.dp_rank == 1]
-        await asyncio.gather(*(post(router, "/abort_request", rid=rid) for rid in on_one))
-        await until(lambda: ranks(worker) == {0: 2}, "one rank is idle")
-        await until(lambda: router.pool.in_flight == 2, "its leases are given back")
-        second = [posting(router, **ROUTES["/generate"]) for _ in range(2)]
-        await until(lambda: worker.running == 4, "two more generate")
-        assert ranks(worker) == {0: 2, 1: 2}
-        await left(*first, *second)
-
-
 async def test_ranks_are_shown_where_workers_are() -> None:
     async with one() as (worker, router):
         clients = [posting(router, **ROUTES["/generate"]) for _ in range(3)]
@@ -114,20 +99,6 @@ async def test_ranks_are_shown_where_workers_are() -> None:
         for each in shown["ranks"]:
             labels = {"rank": str(each["rank"]), "worker": worker.url}
             assert await metric(router, "miles_router_rank_in_flight", **labels) == each["in_flight"]
-        await left(*clients)
-
-
-async def test_a_worker_without_ranks_counts_as_one_beside_them() -> None:
-    async with (
-        worker_with_ranks() as ranked,
-        worker_with_ranks(dp_size=1) as plain,
-        running_router(ranked.url, plain.url) as router,
-    ):
-        await ranks_known(router)
-        clients = [posting(router, **ROUTES["/generate"]) for _ in range(9)]
-        await until(lambda: ranked.running + plain.running == 9, "all generate")
-        assert (ranks(ranked), ranks(plain)) == ({0: 3, 1: 3}, {None: 3})
-        assert b"dp_rank" not in plain.log.at("/generate")[-1].body
         await left(*clients)
 
 
@@ -154,36 +125,23 @@ async def test_a_rank_is_spliced_into_what_needs_it_and_bodies_stay_as_they_are_
             assert worker.log.last.header("x-data-parallel-rank") == str(worker.log.last.generation.dp_rank)
 
 
-@pytest.mark.parametrize(
-    ("path", "headers", "fields"),
-    [
+async def test_a_client_that_pins_a_rank_itself_has_it_and_is_counted_there() -> None:
+    pins: list[tuple[str, Pairs, dict[str, Any]]] = [
         ("/generate", [], {"routed_dp_rank": 1}),
         ("/generate", [], {"data_parallel_rank": 1}),
-        ("/generate", [("X-Data-Parallel-Rank", "1")], {}),
         ("/generate", [("X-Data-Parallel-Rank", "0")], {"routed_dp_rank": 1}),
         (CHAT, [("X-Data-Parallel-Rank", "1")], {"routed_dp_rank": 0}),
         (CHAT, [], {"routed_dp_rank": 1}),
-    ],
-)
-async def test_a_client_that_pins_a_rank_itself_has_it_and_is_counted_there(
-    path: str, headers: Pairs, fields: dict[str, Any]
-) -> None:
+    ]
     async with one() as (worker, router):
-        sent = [orjson.dumps({**ROUTES[path], **fields}) for _ in range(3)]
-        clients = [asyncio.ensure_future(router.ask("POST", path, [*JSON, *headers], body)) for body in sent]
-        await until(lambda: worker.running == 3, "all generate")
-        assert ranks(worker) == {1: 3}
+        clients = [ask(router, path, headers, **ROUTES[path], **fields) for path, headers, fields in pins]
+        running = [asyncio.ensure_future(each) for each in clients]
+        await until(lambda: worker.running == len(pins), "all generate")
+        assert ranks(worker) == {1: len(pins)}
         (record,) = router.pool
-        assert [unit.in_flight for unit in record.units] == [0, 3]
-        await left(*clients)
+        assert [unit.in_flight for unit in record.units] == [0, len(pins)]
+        await left(*running)
         assert router.app.router.metrics.ignored_ranks == 0
-
-
-@pytest.mark.parametrize("rank", [2, -1])
-async def test_a_rank_that_is_none_is_refused_by_the_engine(rank: int) -> None:
-    async with one() as (_, router):
-        answer = await post(router, "/generate", text="Hi", sampling_params=SHORT, routed_dp_rank=rank)
-        assert (answer.status, b"out of range [0, 2)" in answer.body) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -232,19 +190,6 @@ async def out_of_turn(worker: SimulatedWorker) -> None:
     """What comes past the router moves the engine's turns on: else they are by chance what the router means."""
     body = orjson.dumps({"text": "Hi", "sampling_params": SHORT})
     assert (await http.ask(worker.url, "POST", "/generate", JSON, body)).status == 200
-
-
-async def test_a_worker_that_comes_back_without_ranks_gets_none() -> None:
-    async with worker_with_ranks() as worker, running_router(worker.url) as router:
-        await ranks_known(router)
-        (record,) = router.pool
-        assert len(record.units) == 2
-        await worker.stop()
-        async with SimulatedWorker(port=worker.port) as other:
-            answers = [await post(router, "/generate", text="Hi", sampling_params=SHORT) for _ in range(4)]
-            assert [answer.status for answer in answers] == [200] * 4
-            assert [unit.rank for unit in record.units] == [None]
-            assert b"dp_rank" not in other.log.at("/generate")[-1].body
 
 
 async def test_a_path_that_takes_no_rank_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -85,13 +85,6 @@ async def test_a_stream_has_its_events_and_ends_with_done(http: aiohttp.ClientSe
     assert len(json.loads(events[-2])["output_ids"]) == 24
 
 
-async def test_batches_and_several_samples_keep_their_shape(http: aiohttp.ClientSession) -> None:
-    batch = await generate(http, text=["a", "b", "c"], sampling_params=GREEDY)
-    assert [len(each["output_ids"]) for each in batch] == [8, 8, 8]
-    ids = await generate(http, input_ids=[[1, 2], [3]], sampling_params={**GREEDY, "n": 2, "temperature": 1})
-    assert [each["meta_info"]["prompt_tokens"] for each in ids] == [2, 2, 1, 1]
-
-
 async def test_the_openai_client_runs_unmodified(router: RunningRouter) -> None:
     client = openai.AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
     async with client:
@@ -151,22 +144,6 @@ async def test_errors_of_the_worker_pass_unchanged(
     ):
         assert through.status == own.status == 400
         assert await through.read() == await own.read()
-
-
-async def test_concurrent_rollouts_are_balanced_over_both_workers(
-    router: RunningRouter, http: aiohttp.ClientSession, sglang_workers: list[RealWorker]
-) -> None:
-    """Counted while all of them run: how many each worker *served* in the end depends on who was faster."""
-    endless = {"text": "Once", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
-    asking = [asyncio.ensure_future(generate(http, **endless)) for _ in range(32)]
-    await until(lambda: router.pool.in_flight == 32, "all of them are under way")
-    assert [worker.in_flight for worker in router.pool] == [16, 16]
-    for each in asking:
-        each.cancel()
-    await asyncio.gather(*asking, return_exceptions=True)
-    await until(lambda: router.pool.in_flight == 0, "every lease is given back")
-    for worker in sglang_workers:
-        await becomes_idle(worker)
 
 
 async def test_a_client_that_leaves_stops_the_generation(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from miles_router.errors import ConfigError
-from tests.support.cache_trial import JSON, SHORT, Trial, exactly_recorded, simulated_trial, trial_before
-from tests.support.exactness import binary_arrays
-from tests.support.metrics import metrics, total
-from tests.support.oracle import retrieved_arrays, same
+from tests.support.cache_trial import Trial, exactly_recorded, simulated_trial, trial_before
 from tests.support.session_apis import case
 from tests.support.stage import Stage
-
-BINARY = "application/octet-stream"
 
 
 @pytest.fixture
@@ -72,15 +66,6 @@ async def test_a_text_never_generated_is_encoded_and_says_so(trial: Trial) -> No
     assert (found["ambiguous"], found["finished"]) == (False, None)
 
 
-async def test_a_text_that_goes_on_behind_a_generation_says_how_much_was_recorded(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    found = await trial.retrieve(text=f"one{answer['text']} and more")
-    known = trial.given()[0] + answer["output_ids"]
-    assert found["tokens"][: found["matched_tokens"]] == known[: found["matched_tokens"]]
-    assert 0 < found["matched_tokens"] < found["token_length"]
-    assert sum(found["loss_mask"]) == found["matched_tokens"] - len(trial.given()[0])
-
-
 async def test_strict_refuses_what_was_not_recorded_from_end_to_end(trial: Trial) -> None:
     answer = await trial.generate(text="one")
     whole = f"one{answer['text']}"
@@ -106,58 +91,6 @@ async def test_several_spellings_of_one_text_are_ambiguous_and_a_rid_selects_one
     assert trial.statistics()["ambiguous"] == 1
 
 
-@pytest.mark.alone("which of two processes has heard a generation last, nobody knows")
-async def test_of_several_spellings_the_newest_is_given(trial: Trial) -> None:
-    text, rids = await siblings(trial)
-    assert (await trial.retrieve(text=text))["rid"] == rids[1]
-
-
-async def test_equal_spellings_are_not_ambiguous(trial: Trial) -> None:
-    for _ in range(2):
-        await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
-    answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
-    found = await trial.retrieve(text=f"one{answer['text']}")
-    assert not found["ambiguous"]
-
-
-@pytest.mark.alone("which of two processes has heard a generation last, nobody knows")
-async def test_of_equal_spellings_the_newest_is_given(trial: Trial) -> None:
-    for _ in range(3):
-        answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
-    assert (await trial.retrieve(text=f"one{answer['text']}"))["rid"] == answer["meta_info"]["id"]
-
-
-async def test_texts_are_answered_in_their_order(trial: Trial) -> None:
-    answers = [await trial.generate(text=text) for text in ("one", "two")]
-    texts = [f"two{answers[1]['text']}", "never", f"one{answers[0]['text']}"]
-    found = await trial.retrieve(texts=texts)
-    assert [each["response"] for each in found] == texts
-    assert [each["matched_tokens"] > 0 for each in found] == [True, False, True]
-    assert found[0] == await trial.retrieve(text=texts[0])
-
-
-async def test_binary_answers_hold_the_same(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    asked = {"text": f"one{answer['text']}"}
-    headers = [*JSON, ("Accept", BINARY)]
-    binary = await trial.post("/retrieve_from_text", asked, headers)
-    assert binary.value("content-type") == BINARY.encode()
-    plain = await trial.retrieve(**asked)
-    assert same(binary_arrays(binary.body), retrieved_arrays(plain))
-    several = await trial.post("/retrieve_from_text", {"texts": ["never", asked["text"]]}, headers)
-    assert same(binary_arrays(several.body, "1."), retrieved_arrays(plain))
-    assert sum(binary_arrays(several.body, "0.").mask) == 0
-    refused = await trial.post("/retrieve_from_text", {"rid": "unknown"}, headers)
-    assert (refused.status, refused.error_type) == (404, "not_found")
-
-
-async def test_logprobs_can_be_left_out(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    found = await trial.retrieve(text=f"one{answer['text']}", return_logp=False)
-    assert "rollout_logp" not in found
-    assert len(found["tokens"]) == len(found["loss_mask"])
-
-
 async def test_a_text_with_its_hidden_tail_is_found_too(trial: Trial) -> None:
     assert trial.worker is not None
     trial.worker.say([*trial.worker.tokenizer.encode("Yes."), *trial.worker.tokenizer.encode("<|im_end|>")])
@@ -165,20 +98,6 @@ async def test_a_text_with_its_hidden_tail_is_found_too(trial: Trial) -> None:
     assert answer["text"] == "Yes."
     found = [await trial.retrieve(text=f"oneYes.{tail}", strict=True) for tail in ("", "<|im_end|>")]
     assert found[0]["tokens"] == found[1]["tokens"] == trial.given()[0] + answer["output_ids"]
-
-
-async def test_retrieving_while_others_generate(trial: Trial) -> None:
-    async def rollout(number: int) -> None:
-        text = f"rollout {number}:"
-        for _ in range(4):
-            answer = await trial.generate(text=text)
-            text += answer["text"]
-            found = await trial.retrieve(rid=answer["meta_info"]["id"])
-            assert found["response"] == text
-            assert found["tokens"][-6:] == answer["output_ids"]
-
-    await asyncio.gather(*(rollout(number) for number in range(16)))
-    assert trial.statistics()["recorded"] == 64
 
 
 # What is refused
@@ -210,11 +129,6 @@ async def test_what_cannot_be_asked_is_refused(trial: Trial) -> None:
             assert (refused.status, refused.error_type) == (400, "invalid_request")
 
 
-async def test_malformed_json_is_refused(trial: Trial) -> None:
-    for body in (b"", b"{", b"\xff"):
-        assert (await trial.post("/retrieve_from_text", body)).status == 400
-
-
 async def test_an_unknown_rid_is_not_found_and_one_of_another_text_is_refused(trial: Trial) -> None:
     answer = await trial.generate(text="one")
     assert (await trial.post("/retrieve_from_text", {"rid": "unknown"})).status == 404
@@ -222,29 +136,7 @@ async def test_an_unknown_rid_is_not_found_and_one_of_another_text_is_refused(tr
     assert (await trial.post("/retrieve_from_text", {"rid": rid, "text": "another"})).status == 400
 
 
-async def test_other_methods_are_not_ours(trial: Trial) -> None:
-    assert (await trial.router.ask("GET", "/retrieve_from_text")).status in (404, 405)
-
-
 # Numbers
-
-
-async def test_numbers_are_shown_in_both_places(trial: Trial) -> None:
-    answer = await trial.generate(text="one")
-    (given,) = trial.given()
-    await trial.generate(text=f"one{answer['text']} more")
-    await trial.retrieve(text="never")
-    numbers = (await trial.router.ask("GET", "/router/info")).json()["statistics"]["radix_tree"]
-    assert numbers == trial.statistics()
-    expected = {"lookups": 3, "hits": 1, "recorded": 2, "retrievals": 1, "ambiguous": 0, "evicted": 0, "entries": 2}
-    assert {name: numbers[name] for name in expected} == expected
-    assert 0 < numbers["reused_tokens"] <= len(given) + 6
-    assert numbers["tokens"] == len(given) + 6 + len(trial.given()[0]) - numbers["reused_tokens"] + 6
-    assert 0 < numbers["token_bytes"] <= 12 * numbers["tokens"]
-    text = await metrics(trial.router.url)
-    for name in expected:
-        ending = "" if name == "entries" else "_total"
-        assert total(text, f"miles_router_radix_tree_{name}{ending}") == expected[name]
 
 
 @pytest.mark.alone("what is in memory is bounded in each process")
@@ -259,20 +151,6 @@ async def test_a_small_budget_is_kept_and_evictions_are_counted(stage: Stage) ->
         assert numbers["evicted"] == 30 - numbers["entries"]
         await exactly_recorded(trial, answer, trial.given()[0])
         assert (await trial.retrieve(text="0"))["matched_tokens"] == 0
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_old_versions_are_evicted_first(stage: Stage) -> None:
-    async with simulated_trial(stage) as plenty:
-        assert plenty.worker is not None
-        trial = await trial_before(stage, plenty.worker, max_tokens=100, keep_versions=0)
-        old = await trial.generate(text="old")
-        plenty.worker.engine.weight_version = "new"
-        answers = [await trial.generate(text=f"{n}") for n in range(2)]
-        await trial.retrieve(rid=old["meta_info"]["id"])  # used last, and yet the first to go
-        answers += [await trial.generate(text=f"{n}") for n in range(2, 4)]
-        assert (await trial.post("/retrieve_from_text", {"rid": old["meta_info"]["id"]})).status == 404
-        assert (await trial.retrieve(rid=answers[1]["meta_info"]["id"]))["weight_versions"][0]["version"] == "new"
 
 
 SENSELESS: list[dict[str, Any]] = [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}]

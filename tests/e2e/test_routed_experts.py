@@ -7,18 +7,23 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.model.moe import encode_routes
+from miles_router.errors import ConfigError
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing.tiny_tokenizer import build
+from miles_router.testing.worker.model.moe import MoeShape, encode_routes
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.experts_trial import (
     ASKED,
+    EXPERTS,
     HI,
     MOE,
+    SHAPE,
     SHORT,
     WIDTH,
     ExpertsTrial,
@@ -37,7 +42,7 @@ from tests.support.experts_trial import (
 from tests.support.http import ask
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON
 from tests.support.scripted_worker import LAST_CHUNK, chunk, chunked_head, script
-from tests.support.session_apis import case
+from tests.support.session_apis import BOTH, case
 from tests.support.session_trial import CHAT, SESSIONS
 from tests.support.stage import Stage, staged
 
@@ -78,46 +83,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["whole", "cumulative", "incremental"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-async def test_every_generation_is_kept_whatever_was_asked_for(
-    stage: Stage, around: Sequence[str], shape: dict[str, Any], way: str
-) -> None:
-    async with simulated_experts(stage, around=around, incremental_streaming_output=way == "incremental") as trial:
-        answer = await trial.post("/generate", {"sampling_params": SHORT, **shape, "stream": way != "whole"})
-        assert answer.status == 200
-        seen = answer.json() if way == "whole" else events(answer.body)
-        assert isinstance(seen, list) == (way != "whole" or len(trial.generations()) > 1 or shape == {"text": ["one"]})
-        assert FIELD not in answer.body
-        assert trial.starts("/generate") == [0]
-        generations = trial.generations("/generate")
-        assert (trial.held["answers"], trial.held["missing"]) == (len(generations), {})
-        await all_kept(trial)
-        if around or isinstance(next(iter(shape.values())), str):  # prompts are told apart by who holds them
-            prompts = {tuple(each.input_ids): len(each.input_ids) for each in generations}
-            room = sum(prompts.values()) + sum(len(each.output_ids) - 1 for each in generations)
-            assert trial.held["bytes"] <= room * WIDTH, "a prompt's rows are held once for all of its samples"
-
-
-@pytest.mark.parametrize("field", [{"return_routed_experts": False}, {"routed_experts_start_len": 2}])
-async def test_a_client_that_asked_for_no_rows_gets_none_and_changes_nothing(
-    cached: ExpertsTrial, field: dict[str, Any]
-) -> None:
-    body = {"text": "Question: one?", "sampling_params": SHORT, **field}
-    assert FIELD not in (await cached.post("/generate", body)).body
-    assert cached.starts("/generate") == [0]
-    await all_kept(cached)
-
-
-@pytest.mark.parametrize(
-    "raw", [b'{"text": "one"}', b' {"text":"one"}\n ', b'{\n"sampling_params": {},"text":"one"\n}']
-)
-async def test_the_request_is_asked_in_addition_to_what_it_asks(stage: Stage, raw: bytes) -> None:
+async def test_the_request_is_asked_in_addition_to_what_it_asks(stage: Stage) -> None:
     async with simulated_experts(stage) as trial:
-        assert (await trial.post("/generate", raw)).status == 200
-        want = {**json.loads(raw), "return_routed_experts": True, "routed_experts_start_len": 0}
-        assert trial.worker.log.at("/generate")[-1].json() == want
+        for raw in (
+            b' {"text":"one"}\n ',
+            b'{\n"sampling_params": {},"text":"one"\n}',
+            b'{"text":"one", "return_routed_experts": false}',
+            b'{"text":"one", "routed_experts_start_len": 2}',
+        ):
+            with case(raw):
+                answer = await trial.post("/generate", raw)
+                assert (answer.status, FIELD in answer.body) == (200, False)
+                want = {**json.loads(raw), "return_routed_experts": True, "routed_experts_start_len": 0}
+                assert trial.worker.log.at("/generate")[-1].json() == want
 
 
 async def test_what_is_no_request_is_refused_in_the_words_of_the_worker(stage: Stage) -> None:
@@ -167,49 +145,6 @@ async def test_a_prompt_that_goes_on_is_asked_for_its_new_rows_alone(cached: Exp
     assert cached.held["reused_rows"] == sum(cached.starts("/generate"))
 
 
-@pytest.mark.alone("a list goes on in one process")
-async def test_prompts_that_hold_different_prefixes_are_asked_for_the_least(cached: ExpertsTrial) -> None:
-    texts = []
-    for prompt, count in (("Question: one?", 6), ("What is 17 plus 25? Think again, step by step", 9)):
-        said = await cached.generate(text=prompt, sampling_params={**SHORT, "max_new_tokens": count})
-        texts.append(prompt + said["text"])
-    held = [len(tokens_of(each)) - 1 for each in cached.generations("/generate")]
-    before = cached.held["bytes"]
-    await cached.generate(text=[f"{each} and more" for each in texts])
-    assert cached.starts("/generate")[-1] == min(held) > 0
-    new = [len(tokens_of(each)) - 1 - rows for each, rows in zip(cached.generations()[-2:], held, strict=True)]
-    assert cached.held["bytes"] == before + sum(new) * WIDTH, "what was held already is not held twice"
-    answers = await cached.generate(text=[f"{texts[1]} and less", "und"], sampling_params={**SHORT, "n": 2})
-    assert cached.starts("/generate")[-1] == 0, "of one of them nothing is held"
-    assert len(answers) == 4
-    await all_kept(cached)
-
-
-@pytest.mark.alone("texts of one prompt may lie in two processes, each of which asks for what it does not hold")
-async def test_a_prompt_that_is_held_as_a_whole_is_asked_for_what_comes_behind_it(cached: ExpertsTrial) -> None:
-    first = await cached.generate(text="Question: one?")
-    tokens = tokens_of(cached.generations()[-1])
-    await cached.generate(input_ids=tokens)
-    assert cached.starts("/generate") == [0, len(tokens) - 1]
-    await cached.generate(text="Question: one?")
-    assert cached.starts("/generate")[-1] == len(tokens) - 6, "all rows of the prompt, if only the prompt is the same"
-    await cached.generate(input_ids=tokens[:-2])
-    assert cached.starts("/generate")[-1] in (len(tokens) - 6, len(tokens) - 2), "within what was sampled"
-    await all_kept(cached)
-    assert first["output_ids"] == tokens[-6:]
-
-
-async def test_many_clients_at_once_do_not_mix(cached: ExpertsTrial) -> None:
-    async def chain(number: int) -> None:
-        text = "Question: one?" if number % 2 else f"Question: {number}?"
-        for turn in range(3):
-            text += (await cached.generate(text=text))["text"] + f"\n{number} {turn}?"
-
-    await asyncio.gather(*map(chain, range(16)))
-    assert len(cached.generations("/generate")) == 48
-    await all_kept(cached)
-
-
 # Clients that ask for rows themselves
 
 PARTS = [
@@ -219,7 +154,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-@pytest.mark.parametrize("cut", [1, 7, 100, 10_000])
+@pytest.mark.parametrize("cut", [1, 100])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_asks_gets_every_byte_as_the_worker_sent_it(
     stage: Stage, around: Sequence[str], cut: int, stream: bool
@@ -236,27 +171,6 @@ async def test_a_client_that_asks_gets_every_byte_as_the_worker_sent_it(
     assert (answer.status, answer.body) == (200, whole)
     assert json.loads(worker.requests[-1].body) == asked
     assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
-
-
-async def test_rows_are_cut_out_however_the_answer_comes(stage: Stage) -> None:
-    worker = await stage.worker()
-    trial = await experts_trial(stage, worker)
-    for cut, stream in itertools.product([1, 7, 100], [False, True]):
-        with case(cut, stream):
-            odd = {"odd": '\\"routed_experts": "AAAA"'}
-            parts = [{**part, **odd} for part in PARTS]
-            bare = [json.loads(json.dumps(part)) for part in parts]
-            del bare[1]["meta_info"]["routed_experts"]
-            whole, want = (
-                (event_of(parts[0]) + event_of(parts[1]) + DONE, event_of(bare[0]) + event_of(bare[1]) + DONE)
-                if stream
-                else (compact(parts[1]), compact(bare[1]))
-            )
-            pieces = [chunk(whole[at : at + cut]) for at in range(0, len(whole), cut)]
-            worker.always(script(chunked_head(EVENT_STREAM if stream else JSON), *pieces, LAST_CHUNK))
-            answer = await trial.post("/generate", {**ASKED, "stream": stream})
-            assert (answer.status, answer.body) == (200, want)
-            assert np.array_equal(await trial.rows(rid="r1"), truth([*ASKED["input_ids"], 7, 8]))
 
 
 @pytest.mark.parametrize("place", ["first", "last", "only"])
@@ -294,42 +208,28 @@ async def test_events_are_given_on_as_they_come(stage: Stage) -> None:
             assert (FIELD in rest) == asks
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_gets_the_rows_that_the_worker_itself_would_tell_it(cached: ExpertsTrial, stream: bool) -> None:
-    first = await cached.generate(text="Question: one?")
-    ids = tokens_of(cached.generations()[-1])
-    body = {"input_ids": [*ids, 40, 41], "rid": "mine", "stream": stream, "return_routed_experts": True}
-    body["sampling_params"] = {**SHORT, "temperature": 0}
-    through = await cached.post("/generate", body)
-    assert cached.worker.log.at("/generate")[-1].json().get("routed_experts_start_len") is None, "as it asked"
-    async with SimulatedWorker(moe=MOE, tokenizer=checkpoint()) as other:
-        direct = await ask(other.url, "POST", "/generate", JSON, compact(body))
-        (generation,) = other.log.generations
-    want = encode_routes(truth(tokens_of(generation)))
-    for reply in (through, direct):
-        said = events(reply.body)[-1] if stream else reply.json()
-        assert said["meta_info"]["routed_experts"] == want
-        assert said["output_ids"] == generation.output_ids
-    assert np.array_equal(await cached.rows(rid="mine"), truth(tokens_of(generation)))
-    assert first["output_ids"] == ids[-6:]
-
-
 @pytest.mark.parametrize("way", ["whole", "cumulative", "incremental"])
 @pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
-async def test_every_answer_has_the_rows_that_its_client_asked_for(
+async def test_all_rows_are_kept_and_told_to_clients_that_asked_for_them(
     stage: Stage, around: Sequence[str], way: str
 ) -> None:
     async with simulated_experts(stage, around=around, incremental_streaming_output=way == "incremental") as trial:
-        for name, shape in SHAPES.items():
-            trial.worker.log.clear()
-            body = {"sampling_params": SHORT, **shape, "stream": way != "whole", "return_routed_experts": True}
-            answer = await trial.post("/generate", body)
-            seen = answer.json() if way == "whole" else events(answer.body)
-            metas = [each["meta_info"] for each in (seen if isinstance(seen, list) else [seen])]
-            found = {meta["id"]: meta["routed_experts"] for meta in metas if meta["finish_reason"] is not None}
-            rows = {each.rid: encode_routes(truth(tokens_of(each))) for each in trial.generations("/generate")}
-            assert found == rows, name
-            await all_kept(trial)
+        for (name, shape), asks in itertools.product(SHAPES.items(), BOTH):
+            with case(name, asks):
+                trial.worker.log.clear()
+                own = {"return_routed_experts": True} if asks else {}
+                body = {"sampling_params": SHORT, **shape, "stream": way != "whole", **own}
+                answer = await trial.post("/generate", body)
+                seen = answer.json() if way == "whole" else events(answer.body)
+                metas = [each["meta_info"] for each in (seen if isinstance(seen, list) else [seen])]
+                found = {meta["id"]: meta.get("routed_experts") for meta in metas if meta["finish_reason"] is not None}
+                generations = trial.generations("/generate")
+                assert found == {
+                    each.rid: encode_routes(truth(tokens_of(each))) if asks else None for each in generations
+                }
+                assert (FIELD in answer.body) is asks
+                await all_kept(trial)
+        assert trial.held["missing"] == {}
 
 
 @pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
@@ -356,17 +256,93 @@ async def test_a_client_s_own_first_row_leaves_a_gap_that_is_named(
         assert np.array_equal(await trial.rows(rid="next"), truth(tokens_of(trial.generations()[-1])))
 
 
-async def test_a_client_s_own_first_row_within_what_is_held_leaves_none(cached: ExpertsTrial) -> None:
-    await cached.generate(text="Question: one?")
-    tokens = tokens_of(cached.generations()[-1])
-    for start in (0, 2, len(tokens) - 1, len(tokens), len(tokens) + 1):
-        asked = {"return_routed_experts": True, "routed_experts_start_len": start, "rid": f"from {start}"}
-        answer = await cached.generate(input_ids=[*tokens, 50 + start], **asked)
-        whole = tokens_of(cached.generations()[-1])
-        assert answer["meta_info"]["routed_experts"] == encode_routes(truth(whole, start)), "as it asked"
-        if start <= len(tokens):  # the row of the last sampled one came with the requests before
-            assert np.array_equal(await cached.rows(rid=f"from {start}"), truth(whole))
-            continue
-        status, error, message = await cached.refused(rid=f"from {start}")
-        assert (status, cached.held["missing"]) == (404, {"experts_without_gap": 1})
-        assert error == "not_found", message
+# Where it is listed, and what it is told
+
+ORDERS = [
+    ((EXPERTS, CACHE), "list it after"),
+    ((EXPERTS, SESSIONS), "list it after"),
+    ((SESSIONS, EXPERTS, CACHE), "list it after"),
+    ((EXPERTS, SESSIONS, CACHE), "list it after"),
+    ((SESSIONS, CACHE, EXPERTS, EXPERTS), "twice"),
+    ((EXPERTS, EXPERTS), "twice"),
+    ((EXPERTS, CACHE, EXPERTS), "twice|list it after"),
+]
+
+
+async def test_a_keeper_in_the_wrong_place_stops_the_start(stage: Stage) -> None:
+    for order, says in ORDERS:
+        with case(order, says), pytest.raises(ConfigError, match=f"routed_experts.*({says})"):
+            await stage.router(middlewares=[MiddlewareSpec(path, {}) for path in order], hf_checkpoint=checkpoint())
+
+
+async def test_a_shape_that_is_none_stops_the_start(stage: Stage) -> None:
+    for shape in [
+        "48x128",
+        "48x128x8x1",
+        "0x8x2",
+        "4x0x2",
+        "4x8x0",
+        "4x8x9",
+        "-4x8x2",
+        "fourx8x2",
+        "4x70000x2",
+        "4*8*2",
+        "x",
+    ]:
+        with case(shape), pytest.raises(ConfigError, match="moe_shape"):
+            await experts_trial(stage, options={"moe_shape": shape})
+
+
+SENSELESS: list[dict[str, Any]] = [{"max_bytes": 0}, {"max_bytes": -1}, {"shape": SHAPE}]
+
+
+async def test_options_that_make_no_sense_stop_the_start(stage: Stage) -> None:
+    for options in SENSELESS:
+        with case(options), pytest.raises(ConfigError, match="routed_experts"):
+            await experts_trial(stage, options=options)
+
+
+@pytest.mark.parametrize("moe", [MOE, MoeShape(4, 64, 8), MoeShape(7, 300, 3)], ids=str)
+async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: MoeShape) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,), moe=moe, options={}) as trial:
+        for rid, ids in (("short", [40]), ("long", [40, 41, 42])):
+            await trial.generate(input_ids=ids, rid=rid)
+            want = truth(tokens_of(trial.worker.log.generation(rid)), moe=moe)
+            assert np.array_equal(await trial.rows(rid=rid), want.reshape(len(want), -1))
+            spelled = (await trial.deliver(rid=rid, format="json")).json()
+            assert spelled["shape"] == [len(want), moe.layers * moe.top_k]
+            assert spelled["routed_experts"] == encode_routes(want)
+        session = await trial.create()
+        await trial.chat(session, HI)
+        (sample,) = await trial.samples(session)
+        want = truth(sample["tokens"], moe=moe)
+        assert "moe_shape" in sample["metadata"]["routed_experts_missing"], "what is trained on has its dimensions"
+        assert np.array_equal(await trial.rows(session_id=session), want.reshape(len(want), -1))
+        assert trial.held["shape"] is None
+
+
+TOLD: list[dict[str, Any]] = [
+    {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 40},
+    {"num_hidden_layers": 3, "num_experts_per_tok": 2, "n_routed_experts": 40},
+    {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_local_experts": 40},
+    {"num_hidden_layers": 9, "text_config": {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 40}},
+]
+
+
+@pytest.mark.parametrize("config", TOLD, ids=[str(number) for number in range(len(TOLD))])
+async def test_the_checkpoint_tells_the_shape(stage: Stage, tmp_path: Path, config: dict[str, Any]) -> None:
+    build(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    async with simulated_experts(stage, options={}, settings={"hf_checkpoint": str(tmp_path)}) as trial:
+        assert trial.held["shape"] == {"layers": 3, "top_k": 2, "experts": 40}
+        await trial.generate(text="Question: one?", rid="one")
+        await all_kept(trial)
+        assert (await trial.rows(rid="one")).shape[1:] == (3, 2)
+
+
+async def test_what_the_operator_says_goes_before_the_checkpoint(stage: Stage, tmp_path: Path) -> None:
+    build(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 6, "num_experts_per_tok": 1}))
+    async with simulated_experts(stage, settings={"hf_checkpoint": str(tmp_path)}) as trial:
+        await trial.generate(text="Question: one?")
+        await all_kept(trial)

@@ -1,21 +1,28 @@
-"""`POST /routed_experts`, and how long rows are held."""
+"""`POST /routed_experts`, how long rows are held, and the rows of agents' turns: each is asked for once."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from safetensors.numpy import load
 
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import MoeShape, encode_routes
-from tests.support.cache_trial import CACHE
+from tests.support.brake import Brake
+from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.cuts import cut, lose
 from tests.support.experts_trial import (
     ASKED,
+    EXPERTS,
     HI,
+    MOE,
     SHAPE,
     WIDTH,
     ExpertsTrial,
@@ -30,11 +37,14 @@ from tests.support.experts_trial import (
     told,
     truth,
 )
-from tests.support.scripted_chat import able, chat_reply, meta_of
-from tests.support.scripted_worker import Visit, script
+from tests.support.generations import Generating
+from tests.support.recording_proxy import Exchange, RecordingProxy
+from tests.support.scripted_chat import DONE, able, chat_reply, meta_of
+from tests.support.scripted_worker import script
 from tests.support.session_apis import case
 from tests.support.session_trial import CHAT, SESSIONS, message_of, user
 from tests.support.stage import Stage, staged
+from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 
@@ -44,17 +54,10 @@ async def cached(stage: Stage) -> AsyncIterator[ExpertsTrial]:
         yield made
 
 
-async def all_kept(trial: ExpertsTrial) -> None:
-    """Every generation of the worker's is delivered by its id."""
-    for generation in trial.generations("/generate"):
-        found = await trial.rows(rid=generation.rid)
-        assert np.array_equal(found, truth(tokens_of(generation)))
-
-
 # Delivery
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (300, "uint16"), (60_000, "uint16")])
+@pytest.mark.parametrize(("experts", "dtype"), [(256, "uint8"), (60_000, "uint16")])
 async def test_every_format_says_the_same(stage: Stage, experts: int, dtype: str) -> None:
     moe = MoeShape(5, experts, 3)
     async with simulated_experts(stage, moe=moe, options={"moe_shape": f"5x{experts}x3"}) as trial:
@@ -80,34 +83,6 @@ async def test_every_format_says_the_same(stage: Stage, experts: int, dtype: str
         assert (spelled.json()["shape"], spelled.json()["dtype"]) == ([*want.shape], "int32")
 
 
-async def test_a_trajectory_of_narrow_rows_and_wide_ones_is_delivered_wide(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    narrow, wide = np.full((4, 3, 2), 7, np.int32), np.full((100, 3, 2), 299, np.int32)
-    trial = await experts_trial(stage, worker, around=(SESSIONS,), options={"moe_shape": "3x300x2"})
-    worker.next(script(chat_reply([7, 8], meta_info=meta_of([7, 8], routed_experts=encode_routes(narrow)))))
-    session = await trial.create()
-    message = message_of(await trial.chat(session, HI))
-    assert (await trial.rows(session_id=session)).dtype == np.uint8
-    given: list[int] = []
-
-    async def second(visit: Visit) -> None:
-        given.extend(json.loads(await visit.read_body())["input_ids"])
-        experts = encode_routes(wide[: len(given) - 4])
-        choice: dict[str, Any] = {"prompt_token_ids": given, "meta_info": meta_of([9], routed_experts=experts)}
-        await visit.write(chat_reply([9], **choice))
-
-    worker.next(second)
-    await trial.chat(session, [*HI, message, user("Go on")])
-    assert given[:5] == [*ASKED["input_ids"], 7, 8]
-    found = await trial.rows(session_id=session)
-    assert found.dtype == np.uint16
-    assert np.array_equal(found, np.concatenate([narrow, wide[: len(given) - 4]]))
-    (sample,) = await trial.samples(session)
-    assert np.array_equal(experts_of(sample), found)
-    assert (await trial.rows(session_id=session, stop=4)).dtype == np.uint8
-    assert trial.held["bytes"] == narrow.size + 2 * wide[: len(given) - 4].size
-
-
 @pytest.mark.parametrize("rid", ["r 1", "é", "a\nb", "x" * 300])
 async def test_any_id_may_name_rows(stage: Stage, rid: str) -> None:
     worker = (await stage.worker()).always(script(in_one(generated([7, 8], told([7, 8]), rid=rid))))
@@ -116,14 +91,6 @@ async def test_any_id_may_name_rows(stage: Stage, rid: str) -> None:
     delivered = await trial.deliver(rid=rid)
     assert np.array_equal(array_of(delivered), truth([*ASKED["input_ids"], 7, 8]))
     assert (delivered.value("x-rid") or rid.encode()) == rid.encode()
-
-
-@pytest.mark.alone("the first process that has an id answers with what it has")
-async def test_of_two_generations_with_one_id_the_later_is_delivered(stage: Stage) -> None:
-    async with simulated_experts(stage) as trial:
-        for ids in ([40, 41], [42, 43, 44]):
-            await trial.generate(input_ids=ids, rid="same")
-        assert np.array_equal(await trial.rows(rid="same"), truth(tokens_of(trial.generations()[-1])))
 
 
 @pytest.fixture(scope="module")
@@ -139,28 +106,18 @@ async def kept() -> AsyncIterator[ExpertsTrial]:
 
 
 async def test_any_range_of_rows_is_delivered(kept: ExpertsTrial) -> None:
-    for form, (start, stop) in itertools.product(
-        ["raw", "json", "safetensors"], [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (-1, -1)]
-    ):
-        with case(form, start, stop):
-            want = truth(tokens_of(kept.worker.log.generation("one")))
-            first = len(want) if start == -1 else start
-            last = len(want) if stop == -1 else stop
-            part = want[first:last]
-            given = {name: value for name, value in (("start", first), ("stop", last)) if value is not None}
-            answer = await kept.deliver(rid="one", format=form, **given)
-            assert answer.status == 200, answer.body
-            if form == "raw":
-                assert np.array_equal(array_of(answer), part)
-                assert array_of(answer).shape == part.shape
-                assert answer.value("x-start") == str(first or 0).encode()
-            elif form == "json":
-                told = answer.json()
-                assert (told["routed_experts"], told["start"]) == (encode_routes(part), first or 0)
-                assert told["shape"] == [*part.shape]
-            else:
-                found = load(answer.body)["routed_experts"]
-                assert found.shape == part.shape
+    want = truth(tokens_of(kept.worker.log.generation("one")))
+    end = len(want)
+    for start, stop in [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (end, end)]:
+        with case(start, stop):
+            part = want[start:stop]
+            given = {name: value for name, value in (("start", start), ("stop", stop)) if value is not None}
+            raw = await kept.deliver(rid="one", **given)
+            assert (raw.value("x-start"), array_of(raw).shape) == (str(start or 0).encode(), part.shape)
+            told = (await kept.deliver(rid="one", format="json", **given)).json()
+            assert (told["routed_experts"], told["start"]) == (encode_routes(part), start or 0)
+            packed = load((await kept.deliver(rid="one", format="safetensors", **given)).body)["routed_experts"]
+            for found in (array_of(raw), packed):
                 assert np.array_equal(found, part)
 
 
@@ -177,54 +134,34 @@ async def test_rows_are_delivered_by_whatever_names_them(kept: ExpertsTrial) -> 
     assert first["metadata"]["leaf"] == 0
 
 
-UNKNOWN: list[tuple[Any, str]] = [
-    ({"rid": "two"}, "not_found"),
-    ({"rid": ""}, "not_found"),
-    ({"text": "Question: two?"}, "not_found"),
-    ({"text": "Question"}, "not_found"),
-    ({"session_id": "other"}, "not_found"),
-]
-
-
 async def test_what_nobody_has_is_not_found(kept: ExpertsTrial) -> None:
-    for asked, error in UNKNOWN:
-        with case(asked, error):
-            assert (await kept.refused(**asked))[:2] == (404, error)
+    unknown: list[Any] = [{"rid": "two"}, {"rid": ""}, {"text": "Question"}, {"session_id": "other"}]
+    for asked in unknown:
+        assert (await kept.refused(**asked))[:2] == (404, "not_found"), asked
 
 
 REFUSED: list[Any] = [
-    b"",
     b"{",
     [],
-    7,
     {},
     {"rid": None},
     {"rid": "one", "text": "Question: one?"},
     {"rid": "one", "session_id": "line"},
     {"rid": 7},
-    {"rid": ["one"]},
     {"text": 7},
     {"session_id": ["line"]},
     {"rid": "one", "leaf": 0},
     {"rid": "one", "strict": True},
-    {"text": "Question: one?", "leaf": 0},
     {"rid": "one", "format": "pickle"},
-    {"rid": "one", "format": 7},
     {"rid": "one", "format": ["raw"]},
-    {"rid": "one", "format": None},
     {"rid": "one", "start": -1},
-    {"rid": "one", "start": "0"},
     {"rid": "one", "start": True},
-    {"rid": "one", "start": 1.0},
     {"rid": "one", "start": 3, "stop": 2},
     {"rid": "one", "stop": 10_000},
-    {"rid": "one", "start": 10_000},
     {"rid": "one", "stop": None},
     {"session_id": "tree"},
     {"session_id": "tree", "leaf": 2},
-    {"session_id": "tree", "leaf": -1},
     {"session_id": "tree", "leaf": True},
-    {"session_id": "tree", "leaf": "0"},
 ]
 
 
@@ -277,21 +214,6 @@ async def test_rows_that_found_no_room_are_said_to_be_missing(stage: Stage) -> N
         assert trial.held["bytes"] <= room
 
 
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_generations_go_in_the_order_of_their_last_use(stage: Stage) -> None:
-    async with simulated_experts(stage, options={"moe_shape": SHAPE, "max_bytes": 40 * WIDTH}) as trial:
-        for rid in ("one", "two", "three"):
-            await trial.generate(input_ids=[40, 41, 42, ord(rid[0])], rid=rid)  # 9 rows
-        await trial.rows(rid="one")
-        for rid in ("four", "five"):
-            await trial.generate(input_ids=[40, 41, 42, 43, ord(rid[0])], rid=rid)  # 10 rows
-        assert trial.held["bytes"] == (9 + 9 + 10 + 10) * WIDTH
-        assert await trial.metric("bytes") == trial.held["bytes"]
-        assert (await trial.refused(rid="two"))[0] == 404
-        for rid in ("one", "three", "four", "five"):
-            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(trial.worker.log.generation(rid))))
-
-
 async def test_what_is_larger_than_all_room_is_said_and_nothing_else_goes_wrong(stage: Stage) -> None:
     options = {"moe_shape": SHAPE, "max_bytes": 20 * WIDTH}
     async with simulated_experts(stage, around=(SESSIONS,), options=options) as trial:
@@ -315,35 +237,6 @@ async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> N
         assert trial.held["evicted"] == 0, "they went with the session"
 
 
-async def test_rollouts_of_one_prompt_go_one_by_one(stage: Stage) -> None:
-    """They share the rows of the prompt, and do not hang on each other by them."""
-    around = ((CACHE, {"max_tokens": 500}),)
-    async with simulated_experts(stage, around=around) as trial:
-        rids = [f"r{number}" for number in range(24)]
-        for rid in rids:
-            sampling = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0}
-            await trial.generate(text="Once upon a time there was", rid=rid, sampling_params=sampling)
-        texts = [(await trial.post("/retrieve_from_text", {"rid": rid})).status for rid in rids]
-        experts = [(await trial.deliver(rid=rid)).status for rid in rids]
-        assert 200 in texts
-        assert 404 in texts
-        first = texts.index(200, 1)  # the prompt's owner may stay for the others' sake
-        assert experts[first:] == texts[first:]
-        assert experts[1:first] == [404] * (first - 1)
-
-
-async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None:
-    async with simulated_experts(stage, around=((CACHE, {"max_tokens": 60}),)) as trial:
-        for number in range(12):
-            await trial.generate(text=f"{number} is a number")
-        tokens = trial.router.app.router.statistics["radix_tree"]()["tokens"]
-        assert isinstance(tokens, int)
-        assert trial.held["bytes"] <= tokens * WIDTH < sum(len(tokens_of(each)) for each in trial.generations()) * WIDTH
-        first, last = trial.generations()[0], trial.generations()[-1]
-        assert (await trial.refused(rid=first.rid))[0] == 404
-        assert np.array_equal(await trial.rows(rid=last.rid), truth(tokens_of(last)))
-
-
 async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:
     first = await cached.generate(text="Question: one?")
     await cached.generate(text=f"Question: one?{first['text']} and two?")
@@ -357,3 +250,178 @@ async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:
     for name in ("generations", "bytes"):
         assert await cached.metric(name) == cached.held[name]
     assert (await cached.ask("GET", "/router/info")).json()["statistics"]["routed_experts"] == cached.held
+
+
+FIELD = b"routed_experts"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[ExpertsTrial]:
+    async with staged() as stage, simulated_experts(stage, around=(SESSIONS, CACHE)) as made:
+        yield made
+
+
+@pytest.fixture
+def trial(shared: ExpertsTrial) -> ExpertsTrial:
+    """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its proxy."""
+    shared.worker.log.clear()
+    return shared
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_each_row_of_an_episode_comes_once(stage: Stage, incremental: bool) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,), incremental_streaming_output=incremental) as trial:
+        session = await trial.create()
+        await episode(trial, session, 8)
+        (sample,) = await trial.exact(session)
+        ends = [len(tokens_of(each)) - 1 for each in trial.generations(CHAT)]
+        assert trial.starts(CHAT) == [0, *ends[:-1]]
+        assert len(sample["tokens"]) - 1 == ends[-1]
+        assert trial.held["transferred_rows"] == ends[-1]
+        assert trial.held["bytes"] == ends[-1] * WIDTH
+        assert [each["routed_experts"] for each in await trial.records(session)] == [{"rows": end} for end in ends]
+        found = await trial.rows(session_id=session)
+        assert np.array_equal(found, experts_of(sample))
+
+
+async def test_completions_in_a_session_have_their_rows(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    path = f"/sessions/{session}{COMPLETIONS}"
+    assert (await trial.post(path, {"model": "m", "prompt": "Once upon", "max_tokens": 5})).status == 200
+    tokens = tokens_of(trial.generations(COMPLETIONS)[-1])
+    asked = {"model": "m", "prompt": [*tokens, 40, 41], "max_tokens": 5, "stream": True}
+    answer = await trial.post(path, asked)
+    assert answer.body.endswith(DONE)
+    assert FIELD not in answer.body
+    assert trial.starts(COMPLETIONS) == [0, len(tokens) - 1]
+    (sample,) = await trial.exact(session)
+    assert sample["tokens"] == tokens_of(trial.generations(COMPLETIONS)[-1])
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["Once upon", "a time"]}, {"prompt": "Once upon", "n": 2}])
+async def test_of_several_streamed_completions_the_engine_does_not_say_whose_rows_it_tells(
+    trial: ExpertsTrial, fields: dict[str, Any]
+) -> None:
+    session = await trial.create()
+    body = {"model": "m", "max_tokens": 5, "stream": True, **fields}
+    assert (await trial.post(f"/sessions/{session}{COMPLETIONS}", body)).status == 200
+    samples = await trial.samples(session)
+    assert len(samples) == 2
+    for sample in samples:
+        assert "routed_experts" not in sample
+        assert "of several completions" in sample["metadata"]["routed_experts_missing"]
+    (asked,) = [exchange.json() for exchange in trial.worker.log.at(COMPLETIONS)]
+    assert "return_routed_experts" not in asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {})], ids=["chat", "choices", "completion"]
+)
+async def test_an_agent_that_asks_for_rows_gets_none_and_leaves_no_gap(
+    trial: ExpertsTrial, path: str, stream: bool, fields: dict[str, Any]
+) -> None:
+    session = await trial.create()
+    body = {"model": "m", "messages": HI, "prompt": "Hi", "max_tokens": 6, "stream": stream, **fields}
+    asks = {"return_routed_experts": True, "routed_experts_start_len": 3, "return_meta_info": not stream}
+    answer = await trial.post(f"/sessions/{session}{path}", {**body, **asks})
+    assert answer.status == 200
+    assert FIELD not in answer.body
+    assert await trial.exact(session)
+
+
+async def test_a_stream_that_is_made_of_a_whole_answer_has_its_rows(stage: Stage) -> None:
+    worker = able(await stage.worker(), "messages")  # an engine that cannot stream ids
+    trial = await experts_trial(stage, worker, around=(SESSIONS,))
+    worker.next(script(chat_reply([7, 8], meta_info=meta_of([7, 8], routed_experts=told([7, 8])))))
+    session = await trial.create()
+    assert await trial.stream(session, HI)
+    assert not json.loads(worker.requests[-1].body).get("stream")
+    assert len(await trial.exact(session)) == 1
+
+
+async def test_a_sample_that_is_cut_has_the_rows_of_what_is_left(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, 3)
+    (whole,) = await trial.exact(session)
+    first, second, third = whole["metadata"]["turns"]
+    for length in (first["start"] + 1, first["end"], second["start"] + 3, second["end"], third["end"] - 1):
+        (sample,) = await trial.exact(session, max_seq_len=length)
+        assert len(sample["tokens"]) == length
+        assert len(experts_of(sample)) == length - 1
+
+
+# Aborts and pauses
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_asks_for_the_rows_behind_each_cut_alone(stage: Stage, stream: bool) -> None:
+    settings = {"partial_rollout": "resume"}
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings, token_latency_s=0.0002) as trial:
+        session, brake = await trial.create(), Brake(trial.worker.engine)
+        async with under_way(trial.turn(session, HI, max_tokens=40, ignore_eos=True, stream=stream)) as turn:
+            for version, tokens in (("2", 5), ("3", 8)):
+                await cut(trial, brake, tokens, version)
+            assert (await turn).status == 200
+        (sample,) = await trial.exact(session)
+        first, second, third = trial.generations(CHAT)
+        assert sample["tokens"] == tokens_of(third)
+        assert trial.starts(CHAT) == [0, len(tokens_of(first)) - 1, len(tokens_of(second)) - 1]
+
+
+@pytest.mark.alone("its worker comes back within a step of the test's loop")
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+async def test_a_stream_whose_worker_was_lost_has_all_its_rows(stage: Stage, tokens: int) -> None:
+    settings = {"resume_on_worker_loss": True, "max_retries": 3}
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings, token_latency_s=0.0002) as trial:
+        session, brake = await trial.create(), Brake(trial.worker.engine)
+        history = [*HI, message_of(await trial.chat(session, HI)), user("Go on")]
+        brake.when = lambda generation: len(generation.output_ids) >= tokens
+        async with under_way(trial.stream(session, history, max_tokens=12, ignore_eos=True)) as turn:
+            await until(lambda: brake.on, "it has sampled so many")
+            await lose(trial, brake)
+            await turn
+        (sample,) = await trial.exact(session)
+        assert sample["loss_mask"][-12:] == [1] * 12
+
+
+class EndsEarly(RecordingProxy):
+    """Breaks chat streams off before they say that they end."""
+
+    async def _answer(
+        self, request: web.BaseRequest, exchange: Exchange, reply: aiohttp.ClientResponse, generating: Generating
+    ) -> web.StreamResponse:
+        if exchange.path != CHAT:
+            return await super()._answer(request, exchange, reply, generating)
+        answer = web.StreamResponse(headers={"Content-Type": reply.content_type})
+        await answer.prepare(request)
+        async for line in reply.content:
+            if b'"finish_reason":"' in line:
+                assert request.transport is not None
+                request.transport.abort()
+                break
+            await answer.write(line)
+        return answer
+
+
+async def test_a_stream_that_was_lost_at_its_end_asks_for_its_rows_alone(stage: Stage) -> None:
+    layers = (MiddlewareSpec(SESSIONS), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}))
+    async with (
+        SimulatedWorker(moe=MOE, tokenizer=checkpoint(), weight_version="1") as worker,
+        EndsEarly(worker.url) as proxy,
+    ):
+        settings: dict[str, Any] = {"hf_checkpoint": checkpoint(), "resume_on_worker_loss": True}
+        trial = ExpertsTrial(await stage.router(proxy.url, middlewares=layers, **settings), [worker])
+        session = await trial.create()
+        await trial.stream(session, HI, max_tokens=12, ignore_eos=True)
+        (sample,) = await trial.exact(session)
+        assert sample["loss_mask"][-12:] == [1] * 12
+        chat, rows = [each for each in worker.log if each.generations][-2:]
+        assert (chat.path, rows.path) == (CHAT, "/generate")
+        asked = rows.json()
+        assert asked["sampling_params"]["max_new_tokens"] == 0
+        assert asked["input_ids"] == sample["tokens"]

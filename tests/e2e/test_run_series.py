@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
-from miles_router.testing import SimulatedWorker
-from tests.e2e.test_episodes import HI, asked, branched, got
-from tests.support.cache_trial import CACHE, SHORT, Trial, checkpoint, simulated_trial
-from tests.support.restarts import StateDirectories
+from tests.e2e.test_episodes import HI, branched, got
+from tests.support.cache_trial import simulated_trial
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -43,14 +37,6 @@ def total(told: Any, name: str) -> Any:
     return sum(map(Counter, found), Counter()) if found and isinstance(found[0], dict) else sum(found)
 
 
-async def test_before_anything_happens_there_is_no_interval(trial: SessionTrial) -> None:
-    told = await run(trial)
-    assert (told["intervals"], told["versions"], told["interval_s"]) == ([], [], 10)
-    assert (told["weight_version"], told["gate"]) == ("1", {"closed": False, "held": 0})
-    refused = await asked(trial, "run", since="1")
-    assert (refused.status, "unknown parameter 'since'" in refused.json()["error"]["message"]) == (400, True)
-
-
 async def test_turns_are_counted_as_they_are_recorded(trial: SessionTrial) -> None:
     session = await branched(trial)
     records, told = await trial.records(session), await run(trial)
@@ -69,14 +55,6 @@ async def test_turns_are_counted_as_they_are_recorded(trial: SessionTrial) -> No
     assert (version["weight_version"], version["sampled"], version["turns"]) == ("1", sampled, len(records))
     assert (version["forks"], version["since"] <= told["now"]) == (reasons, True)
     assert {interval["weight_version"] for interval in told["intervals"]} == {"1"}
-
-
-async def test_choices_of_one_request_are_given_their_prompt_once(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await trial.chat(session, HI, n=3)
-    records, told = await trial.records(session), await run(trial)
-    assert total(told, "given") == records[0]["given_tokens"]
-    assert (total(told, "turns"), total(told, "forks")) == (3, {"choice": 2})
 
 
 async def test_what_trainers_read_counts_once_however_often_they_read(trial: SessionTrial) -> None:
@@ -147,26 +125,15 @@ async def test_rewards_of_texts_are_counted_as_they_are_told(stage: Stage) -> No
         ]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"text": "one", "reward": "1"},
-        {"text": "one", "reward": True},
-        {"text": "one", "reward": {"a": 1}},
-        {"text": "one", "rewards": [1]},
-        {"texts": ["one"], "reward": 1},
-        {"texts": ["one"], "rewards": 1},
-        {"texts": ["one"], "rewards": [1, 2]},
-        {"texts": ["one"], "rewards": [[1]]},
-    ],
-    ids=str,
-)
-async def test_a_reward_that_is_none_is_refused_and_counts_nothing(stage: Stage, wrong: dict[str, Any]) -> None:
+async def test_a_reward_that_is_none_is_refused_and_counts_nothing(stage: Stage) -> None:
+    odd: list[Any] = ["1", True, {"a": 1}]
+    wrong: list[Any] = [{"text": "one", "reward": each} for each in odd]
+    wrong += [{"texts": ["one"], "rewards": each} for each in (1, [1, 2], [[1]])]
     async with simulated_trial(stage) as trial:
-        refused = await trial.post("/retrieve_from_text", wrong)
-        assert (refused.status, refused.error_type, "reward" in refused.json()["error"]["message"]) == (
-            *(400, "invalid_request", True),
-        )
+        for asked_for in (*wrong, {"text": "one", "rewards": [1]}, {"texts": ["one"], "reward": 1}):
+            refused = await trial.post("/retrieve_from_text", asked_for)
+            assert (refused.status, refused.error_type) == (400, "invalid_request"), asked_for
+            assert "reward" in refused.json()["error"]["message"]
         assert (await run(trial))["rewards"] == []
 
 
@@ -184,23 +151,6 @@ async def test_a_wait_at_the_gate_counts_when_it_is_over(stage: Stage) -> None:
         (record,) = await trial.records(session)
         assert (total(told, "waits"), total(told, "waited_s")) == (1, record["waited_s"])
         assert record["waited_s"] > 0
-
-
-async def test_each_pause_is_remembered_however_short(trial: SessionTrial) -> None:
-    began = time.time()
-    assert (await run(trial))["pauses"] == []
-    for mode in ("retract", "abort"):
-        assert (await trial.ask("POST", "/pause_generation", {"mode": mode})).status == 200
-        (*_, last) = (await run(trial))["pauses"]
-        assert (last["end"], last["reason"], last["mode"], last["model_id"]) == (None, "paused", mode, None)
-        assert (await trial.ask("POST", "/continue_generation", {})).status == 200
-    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
-        assert (await trial.ask("POST", path, {})).status == 200
-    told = await run(trial)
-    assert [(each["reason"], each["mode"]) for each in told["pauses"]] == [
-        *(("paused", "retract"), ("paused", "abort"), ("asleep", None)),
-    ]
-    assert all(began <= each["start"] < each["end"] <= told["now"] for each in told["pauses"])
 
 
 async def test_texts_are_counted_too(stage: Stage) -> None:
@@ -222,111 +172,3 @@ async def test_texts_are_counted_too(stage: Stage) -> None:
         await trial.retrieve(rid=second["meta_info"]["id"])
         await trial.retrieve(text=f"one{first['text']}")
         assert total(await run(trial), "trained") == {"default": 12}
-
-
-async def test_of_a_text_that_goes_on_before_an_answer_s_end_counts_what_is_read(stage: Stage) -> None:
-    async with simulated_trial(stage) as trial:
-        first = await trial.generate(text="one", sampling_params={"max_new_tokens": 40, "ignore_eos": True})
-        cut = first["text"][: len(first["text"]) // 2]
-        text = f"one{cut} and"
-        second = await trial.generate(text=text)
-        found = await trial.retrieve(text=text + second["text"])
-        (row,) = (await got(trial, "episodes"))["episodes"]
-        assert sum(found["loss_mask"]) < row["tokens"]["sampled"]
-        assert total(await run(trial), "trained") == {"default": sum(found["loss_mask"])}
-        turns = (await got(trial, f"episodes/{row['id']}"))["turns"]
-        assert turns[1]["dropped_tokens"] == row["tokens"]["sampled"] - sum(found["loss_mask"])
-        told = await got(trial, f"episodes/{row['id']}/tokens")
-        assert (told["tokens"], told["loss_mask"]) == (found["tokens"], found["loss_mask"])
-
-
-# Generations with equal texts
-
-GREEDY = {**SHORT, "temperature": 0}
-GROUP = 4
-
-
-async def equal_turns(trial: Trial, turns: int) -> list[str]:
-    """A group of greedy rollouts of so many turns, side by side; the ids of their last generations."""
-    texts, rids = ["one"] * GROUP, [""] * GROUP
-    for turn in range(turns):
-        asked_for = [trial.generate(text=text, sampling_params=GREEDY) for text in texts]
-        answers = await asyncio.gather(*asked_for)
-        texts = [f"{text}{answer['text']} and {turn}" for text, answer in zip(texts, answers, strict=True)]
-        rids = [answer["meta_info"]["id"] for answer in answers]
-    assert len({*texts}) == 1 < len({*rids}), "equal texts of different generations"
-    return rids
-
-
-@pytest.mark.alone("each process counts what it has: of equal texts, any one is gone on from")
-@pytest.mark.parametrize("turns", [1, 2, 3])
-async def test_equal_rollouts_read_by_rid_are_each_counted_as_trained(stage: Stage, turns: int) -> None:
-    async with simulated_trial(stage) as trial:
-        for _ in range(2):
-            rids = await equal_turns(trial, turns)
-            found = [await trial.retrieve(rid=rid) for rid in rids]
-        sampled = 2 * sum(sum(each["loss_mask"]) for each in found)
-        assert total(await run(trial), "sampled") == {"default": sampled}
-        assert total(await run(trial), "trained") == {"default": sampled}
-        for rid in rids:
-            await trial.retrieve(rid=rid)
-        assert total(await run(trial), "trained") == {"default": sampled}, "however often they are read"
-
-
-async def test_equal_samples_of_one_request_are_each_counted_as_trained(stage: Stage) -> None:
-    async with simulated_trial(stage) as trial:
-        answers = await trial.generate(text=["one", "one"], sampling_params={**GREEDY, "n": 2})
-        for answer in answers:
-            await trial.retrieve(rid=answer["meta_info"]["id"], text=f"one{answer['text']}")
-        told = await run(trial)
-        assert total(told, "sampled") == total(told, "trained") == {"default": 4 * 6}
-
-
-async def test_an_answer_that_begins_like_a_longer_one_is_counted_as_trained(stage: Stage) -> None:
-    async with simulated_trial(stage) as trial:
-        long, short = [
-            await trial.generate(text="one", sampling_params={**GREEDY, "max_new_tokens": tokens}) for tokens in (9, 4)
-        ]
-        assert long["output_ids"][:4] == short["output_ids"]
-        text = f"one{short['text']} and"
-        last = await trial.generate(text=text, sampling_params=GREEDY)
-        await trial.retrieve(rid=last["meta_info"]["id"])
-        assert total(await run(trial), "trained") == {"default": 4 + 6}
-        for answer in (long, short):
-            await trial.retrieve(rid=answer["meta_info"]["id"])
-        told = await run(trial)
-        assert total(told, "trained") == total(told, "sampled") == {"default": 9 + 4 + 6}
-
-
-@pytest.mark.alone("each process counts what it has, and two may have a generation of this text")
-async def test_a_text_alone_names_one_of_equal_generations(stage: Stage) -> None:
-    async with simulated_trial(stage) as trial:
-        await equal_turns(trial, 1)
-        answer = await trial.generate(text="one", sampling_params=GREEDY)
-        for _ in range(GROUP):
-            await trial.retrieve(text=f"one{answer['text']}")
-        assert total(await run(trial), "trained") == {"default": 6}
-
-
-@pytest.mark.alone("each process counts the turns that it has, and equal rollouts may lie in two")
-async def test_equal_rollouts_are_counted_as_trained_behind_a_restart(tmp_path: Path) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
-        restarts = StateDirectories(worker, tmp_path)
-        layer, model = MiddlewareSpec(CACHE), checkpoint()
-        async with restarts.router(layer, hf_checkpoint=model) as router:
-            rids = [rid for turns in (1, 2) for rid in await equal_turns(Trial(router, worker), turns)]
-            async with restarts.router(layer, hf_checkpoint=model) as again:
-                trial = Trial(again, worker)
-                found = [await trial.retrieve(rid=rid) for rid in rids]
-                trained = [sum(each["loss_mask"]) for each in found]
-                assert trained == [6] * GROUP + [12] * GROUP
-                assert total(await run(trial), "trained") == {"1": sum(trained)}
-
-
-async def test_equal_choices_of_a_session_are_each_counted_as_trained(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await trial.chat(session, HI, n=GROUP, temperature=0)
-    samples = await trial.samples(session)
-    assert len({tuple(sample["tokens"]) for sample in samples}) == 1 < len(samples) == GROUP
-    told = await run(trial)
-    assert total(told, "trained") == total(told, "sampled") == {"1": sum(sum(each["loss_mask"]) for each in samples)}

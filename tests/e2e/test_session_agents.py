@@ -94,18 +94,3 @@ async def test_a_framework_s_tool_agent_is_traced_exactly(trial: SessionTrial, s
     assert await trial.reasons(session) == [None] * 3
     assert [each["streamed"] for each in await trial.records(session)] == [streamed] * 3
     assert "Rain in Köln." in sample["response"]
-
-
-async def test_an_agent_that_hands_over_is_two_histories_in_one_session(trial: SessionTrial) -> None:
-    session = await trial.create()
-    say(trial, call("transfer_to_critic"), "Not good enough.")
-    async with trial.agent(session) as client:
-        critic = Agent(name="critic", instructions="Find fault.", model=model_in(trial, client))
-        agent = Agent(name="a", instructions="Be brief.", model=model_in(trial, client), handoffs=[critic])
-        result = await Runner.run(agent, "Is it good?", run_config=QUIET)
-    assert str(result.final_output).strip() == "Not good enough."
-    first, second = generations(trial)
-    one, two = await trial.samples(session)
-    exactly(one, first)
-    exactly(two, second)
-    assert two["metadata"]["reason"] in ("changed_tools", "sub_agent")

@@ -1,18 +1,22 @@
 """Turns that go on from held ones: the engine is given what it was given and what it sampled, never an encoding of its
-own words, whatever agents and templates make of the history on the way."""
+own words, whatever agents and templates make of the history on the way; and what agents do beside going on, each a
+branch with its reason."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
+from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.exchange_log import GenerationRecord
+from tests.support.http import RawReply
 from tests.support.scripted_chat import able, chat_reply
-from tests.support.scripted_worker import reply, script
+from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.session_apis import BOTH, Api, case
 from tests.support.session_trial import (
     ADD,
@@ -32,10 +36,9 @@ from tests.support.session_trial import (
     user,
 )
 from tests.support.stage import Stage, staged
+from tests.support.under_way import under_way
 
 HI: list[Any] = [user("Hi")]
-END_OF_TEXT = 151643
-NEXT = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -91,93 +94,6 @@ async def test_a_tool_agent_s_episode_is_what_the_engine_saw(trial: SessionTrial
     assert (await trial.reasons(session)) == [None] * 6
 
 
-async def test_the_next_turn_is_given_the_ids_that_are_held(trial: SessionTrial) -> None:
-    session = await trial.create()
-    trial.worker.say(spelled("Yes"))
-    message = message_of(await trial.chat(session, HI))
-    await trial.chat(session, [*HI, message, user("Go on")])
-    sent = trial.log[1].json()
-    one, two = generations(trial)
-    assert "input_ids" not in trial.log[0].json()
-    assert sent["input_ids"] == two.input_ids
-    assert given_behind(two, one) == NEXT.format("Go on")
-    assert sent["messages"] == [*HI, message, user("Go on")], "the engine has the words beside the ids"
-    assert "return_prompt_token_ids" not in sent
-
-
-async def test_a_stop_token_that_the_template_would_not_write_is_dropped(trial: SessionTrial) -> None:
-    session = await trial.create()
-    trial.worker.say([*qwen3().encode("Yes"), END_OF_TEXT])
-    message = message_of(await trial.chat(session, HI, stop_token_ids=[END_OF_TEXT]))
-    await trial.chat(session, [*HI, message, user("Go on")])
-    one, two = generations(trial)
-    assert given_behind(two, one, dropped=1) == f"<|im_end|>{NEXT.format('Go on')}"
-    sampled = len(one.input_ids) + len(one.output_ids) - 1
-    (sample,) = await trial.samples(session)
-    assert sample["tokens"] == held(two)
-    assert sample["loss_mask"][:sampled] == [0] * len(one.input_ids) + [1] * (sampled - len(one.input_ids))
-    first, second = sample["metadata"]["turns"]
-    assert (first["end"], second["start"]) == (sampled, len(two.input_ids))
-    records = await trial.records(session)
-    assert [record["dropped_tokens"] for record in records] == [0, 1]
-
-
-SPACED = '{"a":17,   "b":25}'
-
-
-@pytest.mark.parametrize(
-    ("equality", "continues"), [("strict", False), (None, True), ("tests.support.session_trial.equal_roles", True)]
-)
-async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator_says_no(
-    stage: Stage, equality: str | None, continues: bool
-) -> None:
-    options = {"message_equality": equality} if equality else {}
-    async with simulated_sessions(stage, options=options) as trial:
-        session = await trial.create()
-        trial.worker.say(ASK_ADD)
-        message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
-        call = json.loads(json.dumps(message["tool_calls"][0]))
-        call["function"]["arguments"] = SPACED
-        assert json.loads(SPACED) == json.loads(message["tool_calls"][0]["function"]["arguments"])
-        await trial.chat(session, [*HI, {**message, "tool_calls": [call]}, tool_result(call, "42")], tools=[ADD])
-        assert await trial.reasons(session) == [None, None if continues else "edited_history"]
-        assert ("input_ids" in trial.log[-1].json()) is continues
-        edits = [record["edit"] for record in await trial.records(session)]
-        written = call["function"]["arguments"], message["tool_calls"][0]["function"]["arguments"]
-        field = "tool_calls[0].function.arguments"
-        edit = {"message": 1, "field": field, "held": written[1], "sent": written[0]}
-        assert edits == [None, None if continues else edit]
-        for sample in await trial.samples(session):
-            assert [turn["edit"] for turn in sample["metadata"]["turns"]] in ([None], [None, None], [edit])
-            last = generations(trial)[-1]
-            assert sample["tokens"] in (held(last), held(generations(trial)[0]))
-
-
-async def test_an_answer_that_the_engine_aborted_is_held_and_can_be_continued(stage: Stage) -> None:
-    async with simulated_sessions(stage, token_latency_s=0.005) as trial:
-        session = await trial.create()
-        endless = {"rid": "a", "ignore_eos": True}
-        body: dict[str, Any] = {"model": "m", "messages": HI, "max_tokens": 4000, "stream": True, "extra_body": endless}
-        async with trial.agent(session) as client:
-            stream = await client.chat.completions.create(**body)
-            text, finish = "", None
-            async for chunk in stream:
-                if not text and chunk.choices[0].delta.content:
-                    await trial.ask("POST", "/abort_request", {"rid": "a"})
-                for choice in chunk.choices:
-                    text, finish = text + (choice.delta.content or ""), choice.finish_reason or finish
-        assert finish == "abort"
-        (sample,) = await trial.samples(session)
-        assert sample["status"] == "aborted"
-        exactly(sample, generations(trial)[0])
-        await trial.chat(session, [*HI, said(text), user("Go on")])
-        one, two = generations(trial)
-        assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
-        (sample,) = await trial.samples(session)
-        assert sample["status"] in ("truncated", "completed"), "it ends where it was cut or, by chance, before"
-        exactly(sample, one, two)
-
-
 async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> None:
     session = await trial.create()
     path = f"/sessions/{session}/v1/completions"
@@ -198,11 +114,6 @@ async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> 
         answer = await client.completions.create(model="m", prompt=["a", "b"], max_tokens=3, logprobs=0)
     assert [len(choice.logprobs.token_logprobs or ()) for choice in answer.choices if choice.logprobs] == [3, 3]
     assert len(await trial.samples(session)) == 3
-
-
-def test_the_template_s_words_are_those_of_this_file() -> None:
-    text = qwen3().render_chat([*HI, said("Yes"), user("Go on")])
-    assert text.endswith(f"Yes<|im_end|>{NEXT.format('Go on')}")
 
 
 async def test_reasoning_stays_held_whether_or_not_the_agent_sends_it_back(stage: Stage) -> None:
@@ -283,3 +194,155 @@ async def test_an_equality_that_is_none_stops_the_start(stage: Stage) -> None:
     for equality in ("loose", "no.such.module.function", "json.decoder"):
         with pytest.raises(ValueError, match="message_equality"):
             await session_trial(stage, options={"message_equality": equality})
+
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+BRIEF = [SYSTEM, user("Hi")]
+SAME = [("X-Turn-Id", "t1")]
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return able(await stage.worker())
+
+
+@pytest.fixture
+async def scripted(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+async def episode(trial: SessionTrial, session: str, turns: int, **fields: Any) -> list[Message]:
+    """So many turns, one behind the other; the whole history up to the last answer."""
+    history = [*BRIEF]
+    for turn in range(turns):
+        history += [message_of(await trial.chat(session, history, **fields)), user(f"Go on {turn}")]
+    return history[:-1]
+
+
+async def parents(trial: SessionTrial, session: str) -> list[int | None]:
+    return [record["parent"] for record in await trial.records(session)]
+
+
+async def all_exact(trial: SessionTrial, session: str, *lines: list[int]) -> None:
+    """One sample for each of these lines of generations, in the order of the proxy; what two of them share is trained
+    in the first."""
+    generations = [each for exchange in trial.log for each in exchange.generations]
+    samples = await trial.samples(session)
+    assert len(samples) == len(lines)
+    before: set[int] = set()
+    for sample, line in zip(samples, lines, strict=True):
+        exactly(sample, *(generations[number] for number in line), elsewhere=len(before & set(line)))
+        before |= set(line)
+
+
+# Branches
+
+
+async def test_a_sub_agent_has_a_tree_of_its_own(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 1)
+    critic = [{"role": "system", "content": "You are a critic."}, user("Is it good?")]
+    answer = message_of(await trial.chat(session, critic))
+    await trial.chat(session, [*critic, answer, user("Really?")])
+    await trial.chat(session, [*history, user("Go on")])
+    assert await parents(trial, session) == [None, None, 1, 0]
+    assert await trial.reasons(session) == [None, "sub_agent", None, None]
+    await all_exact(trial, session, [1, 2], [0, 3])
+    assert [sample["metadata"]["side_call"] for sample in await trial.samples(session)] == [True, False]
+    (main,) = await trial.samples(session, side_calls=False)
+    assert [turn["turn"] for turn in main["metadata"]["turns"]] == [0, 3]
+
+
+@pytest.mark.parametrize(("value", "aside"), [("collab_spawn", True), ("review", True), ("compact", False)])
+async def test_what_a_harness_calls_a_sub_agent_is_a_side_call(trial: SessionTrial, value: str, aside: bool) -> None:
+    session = await trial.create()
+    path, body = f"/sessions/{session}/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
+    for headers in ([], [("x-openai-subagent", value)]):
+        assert (await trial.ask("POST", path, body, headers)).status == 200
+    labels = [sample["metadata"]["side_call"] for sample in await trial.samples(session)]
+    assert labels == [False, aside], "although it begins as the main line does"
+
+
+async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 1)
+    questions = [[*history, user(f"Question {number}")] for number in range(12)]
+    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+    asking = [trial.turn(session, each, stream=bool(number % 2)) for number, each in enumerate(questions)]
+    async with under_way(_all(asking)) as turns:
+        while (await trial.read(session))["metadata"]["in_flight"] < 12:
+            pass
+        await trial.ask("POST", "/continue_generation", {})
+        assert [answer.status for answer in await turns] == [200] * 12
+    assert await parents(trial, session) == [None, *[0] * 12]
+    assert sorted(map(str, await trial.reasons(session))) == ["None", "None", *["parallel"] * 11]
+    assert (await trial.read(session))["metadata"]["in_flight"] == 0
+    samples = await trial.samples(session)
+    by_prompt = {tuple(each.generation.input_ids): each.generation for each in trial.log}
+    assert len(samples) == 12
+    for sample in samples:
+        begin = sample["metadata"]["turns"][-1]["start"]
+        generation = by_prompt[tuple(sample["tokens"][:begin])]
+        assert sample["tokens"][begin:] == generation.output_ids
+
+
+# Turn ids
+
+
+async def test_a_turn_that_is_repeated_gets_the_answer_of_before(trial: SessionTrial) -> None:
+    session = await trial.create()
+    first = await trial.turn(session, BRIEF, SAME)
+    second = await trial.turn(session, BRIEF, SAME)
+    assert first.status == second.status == 200
+    assert first.body == second.body
+    assert first.value("content-type") == second.value("content-type")
+    assert first.value("x-request-id") != second.value("x-request-id")
+    assert len(trial.log) == len(await trial.records(session)) == 1
+    assert (await trial.records(session))[0]["turn_id"] == "t1"
+    assert (await trial.turn(session, BRIEF, [("X-Turn-Id", "t2")])).body != first.body
+    assert len(await trial.records(session)) == 2
+
+
+async def _all(asking: list[Any]) -> list[RawReply]:
+    return list(await asyncio.gather(*asking))
+
+
+async def test_a_turn_id_without_end_is_refused(worker: ScriptedWorker, scripted: SessionTrial) -> None:
+    answer = await scripted.turn(await scripted.create(), BRIEF, [("X-Turn-Id", "t" * 257)])
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+# Where turns go
+
+
+@pytest.fixture
+async def fleet(stage: Stage) -> AsyncIterator[SessionTrial]:
+    """Sessions before three workers."""
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(SimulatedWorker(tokenizer=qwen3(), weight_version="1", replica=replica))
+            for replica in range(3)
+        ]
+        yield await session_trial(stage, *workers)
+
+
+@pytest.mark.parametrize("how", ["killed", "removed"])
+async def test_a_session_moves_when_its_worker_is_gone_and_goes_on_exactly(fleet: SessionTrial, how: str) -> None:
+    session = await fleet.create()
+    history = await episode(fleet, session, 2)
+    home = (await fleet.records(session))[0]["worker"]
+    (gone,) = [worker for worker in fleet.workers if worker.url == home]
+    if how == "killed":
+        await gone.kill()
+    else:
+        assert (await fleet.ask("POST", f"/remove_worker?url={home}")).status == 200
+    message = message_of(await fleet.chat(session, [*history, user("Still there?")]))
+    await fleet.stream(session, [*history, user("Still there?"), message, user("Good")])
+    workers = [record["worker"] for record in await fleet.records(session)]
+    assert workers[:2] == [home, home]
+    assert workers[2] == workers[3] != home
+    (moved,) = [worker for worker in fleet.workers if worker.url == workers[2]]
+    (sample,) = await fleet.samples(session)
+    generations = [each for worker in (gone, moved) for exchange in worker.log for each in exchange.generations]
+    exactly(sample, *generations)

@@ -1,16 +1,20 @@
-"""An episode's contract: what it leaves for each turn to the token, what its agent cannot change, and how it ends."""
+"""An episode's contract: what it leaves for each turn to the token, what its agent cannot change, and how it ends; work
+that nobody wants ends at its engine at once."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from tests.support.fleet import held
-from tests.support.http import RawReply
-from tests.support.session_trial import SessionTrial, message_of, simulated_sessions, user
+from tests.support.fleet import post, posting
+from tests.support.http import RawReply, whole_or_cut
+from tests.support.session_apis import case
+from tests.support.session_trial import SessionTrial, chunks_of, exactly, message_of, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -33,11 +37,6 @@ def overflow_of(answer: RawReply) -> dict[str, Any]:
     assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
     assert error["message"].startswith("This model's maximum context length is")
     return error
-
-
-def ended(trial: SessionTrial) -> dict[str, int]:
-    """How many sessions have ended, by reason."""
-    return dict(trial.statistics()["ended"])
 
 
 async def end_reason(trial: SessionTrial, session: str) -> str | None:
@@ -100,41 +99,7 @@ async def test_a_turn_under_a_budget_is_cut_to_what_the_engine_s_window_holds(st
         assert overflow_of(refused)["reason"] == "context"
 
 
-async def test_a_budget_as_large_as_the_engine_s_window_is_kept(stage: Stage) -> None:
-    async with simulated_sessions(stage, context_len=100) as trial:
-        session = await trial.create(contract={"budget": {"max_tokens": 100}})
-        for most, expected in ((60, 60), (None, 40)):
-            answer = await trial.chat(session, HI, max_tokens=most, ignore_eos=True)
-            assert answer["usage"]["completion_tokens"] == expected
-
-
-async def test_an_episode_has_as_many_turns_as_its_budget(trial: SessionTrial) -> None:
-    session = await trial.create(contract={"budget": {"max_turns": 2}})
-    twice = [("X-Turn-Id", "t1")]
-    answer = await trial.chat(session, HI, headers=twice)
-    assert await trial.chat(session, HI, headers=twice) == answer, "a repetition is no turn"
-    assert (await ask_again(trial, session, answer)).status == 200
-    assert await end_reason(trial, session) is None
-    assert overflow_of(await ask_again(trial, session, answer))["reason"] == "turns"
-    assert await end_reason(trial, session) == "turns"
-
-
 # What the agent cannot change
-
-
-async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial: SessionTrial) -> None:
-    fixed = {"temperature": 0.25, "top_p": 0.5, "stop": ["zzz"], "presence_penalty": 0.5, "logit_bias": {"7": -1.0}}
-    session = await trial.create(contract={"sampling": fixed})
-    asked: Any = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
-    assert (await trial.turn(session, HI, seed=5, **asked)).status == 200
-    sent = trial.log[0].json()
-    assert {name: sent.get(name) for name in (*fixed, "stop_token_ids", "seed")} == {
-        **fixed,
-        "stop_token_ids": None,
-        "seed": 5,
-    }
-    (record,) = await trial.records(session)
-    assert record["asked_for"] == {"temperature": 2.0, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -157,31 +122,6 @@ async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stag
             answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, "model": "base:other"})
             assert answer.status == 200, answer.body
         assert {each.lora_path for each in trial.worker.log.generations} == {"mine"}
-
-
-async def test_the_model_that_a_contract_names_is_not_an_agents_adapter(stage: Stage) -> None:
-    async with simulated_sessions(stage, enable_lora=True) as trial:
-        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "one", "lora_path": "/x"})
-        session = await trial.create(contract={"model": {"name": "student"}})
-        for model in ("one", "default:one"):
-            answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", {"messages": HI, "model": model})
-            assert answer.status == 200, answer.body
-        free = await trial.create()
-        assert (await trial.ask("POST", f"/sessions/{free}{CHAT}", {"messages": HI, "model": "one"})).status == 200
-        assert [each.lora_path for each in trial.worker.log.generations] == [None, None, "one"]
-
-
-async def test_a_turn_whose_adapter_is_loaded_while_it_waits_is_refused(stage: Stage) -> None:
-    async with simulated_sessions(stage, enable_lora=True) as trial:
-        session = await trial.create()
-        answer = await trial.chat(session, HI, model="step-8")
-        await trial.ask("POST", "/pause_generation", {"mode": "abort"})
-        waiting = asyncio.ensure_future(ask_again(trial, session, answer, model="step-8"))
-        await held(trial.router, 1)
-        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "step-8", "lora_path": "/x"})
-        await trial.ask("POST", "/continue_generation", {})
-        assert (await waiting).status == 503
-        assert [each.lora_path for each in trial.worker.log.generations] == [None]
 
 
 async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -> None:
@@ -251,3 +191,152 @@ async def test_what_cannot_be_counted_or_recorded_is_refused_under_a_budget(tria
         body = {"model": "m", "prompt": "Once", "ignore_eos": True, **asked}
         answer = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", body)
         assert answer.json()["usage"]["completion_tokens"] == tokens
+
+
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 30_000}
+GENERATION: dict[str, Any] = {"text": "Hi", "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}
+both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture
+async def slow(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage, token_latency_s=0.002) as started:
+        yield started
+
+
+async def it_samples(slow: SessionTrial, generations: int = 1) -> None:
+    """Until so many generations have sampled something."""
+
+    def sampled() -> bool:
+        return sum(bool(running.output_ids) for running in slow.worker.engine.running.values()) == generations
+
+    await until(sampled, f"{generations} generations sample")
+
+
+async def gone(slow: SessionTrial) -> None:
+    """Until the engine has nothing more to do."""
+    await until(lambda: not slow.worker.running, "the engine is idle")
+
+
+def finish_of(answer: RawReply, *, stream: bool) -> str:
+    """Why an answer ended."""
+    assert answer.status == 200, answer.body
+    if not stream:
+        return str(answer.json()["choices"][0]["finish_reason"])
+    said = [choice["finish_reason"] for chunk in chunks_of(answer.body) for choice in chunk["choices"]]
+    return str(next(each for each in said if each is not None))
+
+
+async def the_partial_sample_stays(slow: SessionTrial, session: str, reason: str, ended: int = 1) -> None:
+    """What was sampled until the end is a sample that says why it ended; and nothing begins any more."""
+    (sample,) = await slow.samples(session)
+    assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", reason)
+    assert 0 < sum(sample["loss_mask"]) < ENDLESS["max_tokens"]
+    exactly(sample, slow.log[0].generation)
+    refused = await slow.turn(session, HI)
+    assert (refused.status, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert refused.json()["error"]["reason"] == reason
+    assert slow.statistics()["ended"] == {reason: ended}
+
+
+# A group that has enough
+
+
+async def test_an_abort_of_a_group_ends_nobody_else(slow: SessionTrial) -> None:
+    mine, other = await slow.create(contract={"group": 7}), await slow.create(contract={"group": 70})
+    async with under_way(slow.turn(mine, HI, **ENDLESS)) as turn, under_way(slow.turn(other, HI, **ENDLESS)) as left:
+        await it_samples(slow, 2)
+        await slow.ask("POST", "/abort_request", {"group": "7"})
+        await turn
+        assert (left.done(), slow.worker.running) == (False, 1)
+    assert (await slow.read(other))["metadata"].get("end_reason") is None
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
+async def test_a_group_s_text_rollouts_end_too(slow: SessionTrial, named: bool) -> None:
+    body = {**GENERATION, **({"rid": "one"} if named else {})}
+    asked = slow.router.ask(
+        "POST", "/generate", [("Content-Type", "application/json"), ("X-Group-Id", "g")], json.dumps(body).encode()
+    )
+    async with under_way(asked) as mine:
+        await it_samples(slow)
+        other = posting(slow.router, **GENERATION)
+        await it_samples(slow, 2)
+        await slow.ask("POST", "/abort_request", {"group": "g"})
+        answer = await mine
+        assert slow.worker.running == 1, "the other one goes on"
+        await post(slow.router, "/abort_request", abort_all=True)
+        await other
+    if named:
+        assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+    else:
+        assert (answer.status, answer.error_type) == (409, "conflict")
+
+
+# A deadline
+
+
+@both
+async def test_a_deadline_ends_the_turn_under_way(slow: SessionTrial, stream: bool) -> None:
+    for seconds in (0.5, 4.0, 32.0):  # the first that is long enough for a turn to begin here
+        session = await slow.create(contract={"budget": {"deadline_s": seconds}})
+        answer = await slow.turn(session, HI, stream=stream, **ENDLESS)
+        if answer.status == 200:
+            break
+    await gone(slow)
+    assert finish_of(answer, stream=stream) == "abort"
+    (sample,) = await slow.samples(session)
+    assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "deadline")
+    exactly(sample, slow.log[-1].generation)
+    count = len(slow.log)
+    assert (await slow.turn(session, HI)).json()["error"]["reason"] == "deadline"
+    assert len(slow.log) == count
+
+
+# A session that is deleted
+
+
+async def test_a_group_s_turns_end_at_their_engine_and_stay(slow: SessionTrial) -> None:
+    wrong: Any = ("", True, ["g"], 1.5)
+    for group in wrong:
+        answer = await slow.ask("POST", "/abort_request", {"group": group})
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), group
+    named: list[dict[str, Any]] = [{"contract": {"group": "g"}}, {"metadata": {"group": "g"}}]
+    for number, (fields, stream) in enumerate(itertools.product(named, (False, True)), 1):
+        with case(fields, stream):
+            slow.worker.log.clear()
+            session, idle = await slow.create(**fields), await slow.create(**fields)
+            async with under_way(slow.turn(session, HI, stream=stream, **ENDLESS)) as turn:
+                await it_samples(slow)
+                assert (await slow.ask("POST", "/abort_request", {"group": "g"})).status == 200
+                await gone(slow)
+                assert finish_of(await turn, stream=stream) == "abort"
+            await the_partial_sample_stays(slow, session, "aborted", 2 * number)
+            assert (await slow.turn(idle, HI)).status == 400, "a member without a turn begins none"
+            assert len(slow.log) == 1
+            for each in (session, idle):
+                await slow.ask("DELETE", f"/sessions/{each}")
+
+
+async def test_a_session_deleted_with_abort_leaves_no_work_behind(slow: SessionTrial) -> None:
+    for stream in (False, True):
+        slow.worker.log.clear()
+        session = await slow.create()
+        assert (await slow.ask("DELETE", f"/sessions/{session}?abort=yes")).status == 400, "no flag deletes nothing"
+        async with under_way(whole_or_cut(slow.turn(session, HI, stream=stream, **ENDLESS))) as turn:
+            await it_samples(slow)
+            assert (await slow.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
+            await gone(slow)
+            answer = await turn
+            if stream:
+                assert (answer.status, b"[DONE]" in answer.body) == (200, False), "it does not look complete"
+            else:
+                assert (answer.status, answer.error_type) == (404, "not_found")
+        told = {exchange.json()["rid"] for exchange in slow.worker.log.at("/abort_request")}
+        assert told == {slow.log[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
+    assert slow.statistics()["ended"] == {"deleted": 2}
+    session = await slow.create()
+    async with under_way(slow.turn(session, HI, ignore_eos=True, max_tokens=300)) as turn:
+        await it_samples(slow)
+        assert (await slow.ask("DELETE", f"/sessions/{session}")).status == 204
+        assert (await turn).json()["usage"]["completion_tokens"] == 300, "without abort it finishes"

@@ -3,7 +3,6 @@ are the sessions of `/sessions`, and either kind of client sees its own contract
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,8 +12,6 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, NotFoundError
 
 from middleware_hub.openai_session.agent_apis import AGENT_APIS
-from middleware_hub.openai_session.agent_apis.chat import ChatApi
-from middleware_hub.openai_session.sessions.session import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
@@ -108,47 +105,6 @@ async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage
         assert len(trial.worker.log.generations) == 5, "nobody else was asked for tokens, or for a response"
 
 
-async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
-    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    async def beside(self: ChatApi, session: Session, scope: Any, *_: object) -> bool:
-        asked.append((session.id, scope["path"]))
-        return False
-
-    monkeypatch.setattr(ChatApi, "answer_other", beside)
-    await good(await turn(trial, named("s")))
-    for session in ("s", "other"):
-        await trial.ask("GET", "/v1/models", None, list(named(session).items()))
-        paused = await trial.ask("GET", "/v1/rollout/pause_state", None, list(named(session).items()))
-        assert paused.json()["paused"] is False
-    assert asked == [("s", "/v1/models"), ("s", "/v1/rollout/pause_state")]
-
-
-async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(trial: SessionTrial) -> None:
-    session = await trial.create("s", metadata={"task": 7})
-    first = await good(await turn(trial, named("s")))
-    await trial.chat(session, [*HI, message_of(first), user("Go on")])
-    assert await trial.reasons(session) == [None, None]
-    assert (await trial.read(session))["metadata"]["task"] == 7
-    assert await stats(trial) == {
-        "trajectories": 0,
-        "groups": 0,
-        "active_sessions": 1,
-        "bytes": trial.statistics()["bytes"],
-    }
-
-
-async def test_without_the_dialect_headers_are_only_affinity(stage: Stage, worker: ScriptedWorker) -> None:
-    trial = await session_trial(stage, worker, options={"header_sessions": False})
-    assert (await turn(trial, named("s", "i", "t"))).status == 200
-    assert "return_meta_info" not in json.loads(worker.requests[-1].body)
-    for path in ("/session/finalize", "/session/discard", "/trajectory/read", "/v1/rollout/pause"):
-        await trial.ask("POST", path, {})
-        assert worker.requests[-1].path == path, "forwarded as anything else"
-
-
 # Finalized
 
 
@@ -179,23 +135,6 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     samples = await trial.samples("s", reward=0.5, label="42")
     assert [{name: each[name] for name in sample} for each, sample in zip(segments, samples, strict=True)] == samples
     exactly(segments[0], *(each.generation for each in trial.log[:2]))
-
-
-@pytest.mark.parametrize(
-    ("mode", "loss"), [({}, "both"), ({"token_build_mode": "tito"}, "both"), ({"mask": "last_turn"}, "last")]
-)
-async def test_a_finalized_session_is_built_as_its_client_says(
-    trial: SessionTrial, mode: dict[str, Any], loss: str
-) -> None:
-    first = await good(await turn(trial, named("s")))
-    await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
-    await turn(trial, named("other"), [*HI, user("Go on")])
-    await turn(trial, named("s"), [said("A title?")])
-    await post(trial, "/session/finalize", {"session_id": "s", "side_calls": False, **mode})
-    (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
-    one, two = (each.generation for each in trial.log[:2])
-    assert segment["tokens"] == [*two.input_ids, *two.output_ids]
-    assert sum(segment["loss_mask"]) == len(two.output_ids) + (len(one.output_ids) if loss == "both" else 0)
 
 
 async def test_a_last_step_is_one_segment_of_a_rewritten_session(trial: SessionTrial) -> None:
@@ -270,22 +209,7 @@ async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTr
     assert (await stats(scripted))["active_sessions"] == 1
 
 
-@pytest.mark.alone("it reads trajectories without naming a session")
-async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: SessionTrial) -> None:
-    await finalized(scripted, *((f"s{number}", f"g{number // 2}") for number in range(12)))
-    answers = await asyncio.gather(*(read(scripted, drain=True, max_groups=2) for _ in range(4)))
-    assert sorted(each for answer in answers for each in answer) == sorted(f"s{number}" for number in range(12))
-    assert (await stats(scripted))["bytes"] == 0
-
-
 # Rollouts
-
-
-async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> None:
-    await post(trial, "/v1/rollout/pause", {"mode": "in_place"})
-    assert (await post(trial, "/v1/rollout/resume"))["paused"] is False
-    assert trial.worker.weight_version == "1"
-    assert not trial.worker.log.at("/update_weight_version")
 
 
 async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, worker: ScriptedWorker) -> None:
@@ -311,15 +235,6 @@ async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, 
 
 
 # Odd requests, and what a restart leaves
-
-
-@pytest.mark.alone("it reads trajectories without naming a session")
-async def test_metadata_that_names_no_instance_breaks_no_batch(trial: SessionTrial) -> None:
-    session = await trial.create("odd", metadata={"instance_id": ["of", "several"]})
-    await good(await turn(trial, named(session)))
-    await post(trial, "/session/finalize", {"session_id": session})
-    assert (await stats(trial))["groups"] == 1
-    assert len((await post(trial, "/trajectory/read"))["data"]) == 1
 
 
 async def test_a_session_begun_anew_says_that_its_history_was_not_recorded(trial: SessionTrial) -> None:
@@ -352,15 +267,6 @@ async def test_which_headers_name_a_session(scripted: SessionTrial, worker: Scri
             assert sessions == (["s"] if made else [])
             assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
             await scripted.ask("DELETE", "/sessions/s")
-
-
-async def test_a_first_turn_that_is_refused_leaves_no_session(trial: SessionTrial) -> None:
-    bodies: list[Any] = [[], {"messages": []}, {"messages": [1]}]
-    for body in bodies:
-        answer = await trial.ask("POST", CHAT, body, list(named("s", "task-7").items()))
-        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
-        assert (await stats(trial))["active_sessions"] == 0
-        assert trial.statistics()["bytes"] == 0
 
 
 @pytest.mark.alone("it reads trajectories without naming a session")

@@ -15,7 +15,7 @@ from anthropic.types import Message
 
 from tests.support.scripted_chat import able, answering
 from tests.support.session_apis import BOTH, MESSAGES, Api, case
-from tests.support.session_trial import SessionTrial, exactly, session_trial, simulated_sessions, user
+from tests.support.session_trial import SessionTrial, session_trial, simulated_sessions, user
 from tests.support.stage import Stage
 
 ADD: Any = {
@@ -73,56 +73,6 @@ def results(answer: Message) -> list[Any]:
         {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": f"result {place}"}]}
         for place, call in reversed([*enumerate(calls)])
     ]
-
-
-async def episode(client: AsyncAnthropic, live: Sequence[bool], **fields: Any) -> tuple[list[Any], list[Message]]:
-    """An agent that calls tools until there are none: its history, and the answers."""
-    history: list[Any] = [{"role": "user", "content": "What is 17 plus 25, plus 1?"}]
-    answers: list[Message] = []
-    for each in live:
-        answers.append(await asked(client, history, live=each, system="Be brief.", **fields))
-        history.append({"role": "assistant", "content": answers[-1].content})
-        if answers[-1].stop_reason == "tool_use":
-            history.append({"role": "user", "content": results(answers[-1])})
-    return history, answers
-
-
-# Exact
-
-
-async def test_a_tool_agent_leaves_one_exact_segment(stage: Stage) -> None:
-    async with scripted(stage) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            _, answers = await episode(client, (False, True, False))
-        assert [answer.stop_reason for answer in answers] == ["tool_use", "tool_use", "end_turn"]
-        assert [[block.type for block in answer.content] for answer in answers] == [
-            ["thinking", "text", "tool_use", "tool_use"],
-            ["tool_use"],
-            ["thinking", "text"],
-        ]
-        inputs = [block.to_dict()["input"] for block in answers[0].content[2:]]
-        assert inputs == [{"a": 17, "b": 25}, {"a": 1.0, "b": {"c": "}"}}]
-        assert await trial.reasons(session) == [None] * 3
-        (sample,) = await trial.samples(session)
-        exactly(sample, *(exchange.generation for exchange in trial.log))
-        assert ["input_ids" in exchange.json() for exchange in trial.log] == [False, True, True]
-        assert [record["path"] for record in await trial.records(session)] == ["/v1/messages"] * 3
-
-
-async def test_reasoning_that_its_agent_does_not_see_is_known_by_its_signature(stage: Stage) -> None:
-    async with scripted(stage) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            thinking: Any = {"type": "adaptive", "display": "omitted"}
-            history, (first, *_) = await episode(client, (True, False, True), thinking=thinking)
-            assert (first.content[0].type, first.content[0].to_dict()["thinking"]) == ("thinking", "")
-            (_, answer, *rest) = history
-            foreign = {**first.content[0].to_dict(), "thinking": "Something else."}
-            edited = {"role": "assistant", "content": [foreign, *first.content[1:]]}
-            await asked(client, [history[0], edited, *rest], live=False, system="Be brief.", thinking=thinking)
-            assert answer["content"] == first.content
-        assert await trial.reasons(session) == [None, None, None, "edited_history"]
 
 
 # Counting

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from tests.support.session_apis import BOTH, RESPONSES, Api, case
-from tests.support.session_trial import SessionTrial, exactly, simulated_sessions, user
+from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
 from tests.support.stage import Stage
 
 ADD: Any = {
@@ -127,12 +127,11 @@ async def episode(client: Any, live: Sequence[bool], **fields: Any) -> list[Any]
     return answers
 
 
-@pytest.mark.parametrize("live", [(False, True, False, True), (True, False, True, False)])
-async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool]) -> None:
+async def test_an_episode_is_one_exact_segment(stage: Stage) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
         async with agent(trial, session) as client:
-            answers = await episode(client, live)
+            answers = await episode(client, (True, False, True, False))
         assert [[item.type for item in answer.output] for answer in answers] == ITEMS
         thought, said, add, patch, find = answers[0].output
         assert (thought.content[0].text.strip(), said.content[0].text.strip()) == ("Two things at once.", "Let me see.")
@@ -150,21 +149,6 @@ async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool
         assert {(record["path"], record["reason"], *record["tools_left_out"]) for record in records} == {
             ("/v1/responses", None, "web_search")
         }
-
-
-async def test_reasoning_that_is_sealed_or_left_out_is_the_answer_s_own(stage: Stage) -> None:
-    """Without ids, without reasoning, with only what stands for it, with the results between the calls."""
-    async with scripted(stage, script=[*SCRIPT[:1], "So it is."]) as trial:
-        session = await trial.create()
-        async with agent(trial, session) as client:
-            first = await asked(client, "Add.", live=True, include=["reasoning.encrypted_content"], store=False)
-            items, results = plain(sent_back(first)), outputs(first)
-            bare = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in items]
-            sealed = {"type": "reasoning", "summary": [], "encrypted_content": items[0]["encrypted_content"]}
-            between = [one for pair in zip(items[2:], results, strict=True) for one in pair]
-            for spelled in ([*bare[1:], *results], [sealed, *bare[1:], *results], [*items[:2], *between]):
-                await asked(client, [user("Add."), *spelled], live=False)
-        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 0, 0]
 
 
 async def test_a_response_goes_on_from_one_before_without_its_instructions(stage: Stage) -> None:
@@ -263,53 +247,6 @@ async def test_what_is_not_there_is_refused_by_name_before_anything_is_generated
                 error = await Api(RESPONSES).refused(trial, session, "Hi", stream=live, **given)
                 assert (error["param"], error["type"]) == (param, "invalid_request_error")
                 assert message in error["message"]
-
-
-async def test_a_custom_call_that_was_cut_never_looks_complete(stage: Stage) -> None:
-    steps = [{"text": "Now.", "calls": [{"name": "patch", "arguments": {"input": "a b c d e f"}}]}]
-    async with scripted(stage, script=steps) as trial, agent(trial, await trial.create()) as client:
-        full = await asked(client, "Patch", live=True)
-        assert full.output[-1].input == "a b c d e f"
-        for most, live in itertools.product(range(1, full.usage.output_tokens - 1, 3), BOTH):
-            with case(most, live):
-                request: Any = {"model": "m", "input": "Patch", "tools": TOOLS, "max_output_tokens": most}
-                if live:
-                    events = [each async for each in await client.responses.create(**request, stream=True)]
-                    assert "response.custom_tool_call_input.done" not in {each.type for each in events}
-                    cut = events[-1].response
-                else:
-                    cut = await client.responses.create(**request)
-                assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-                open_calls = [item for item in cut.output if item.type not in ("reasoning", "message")]
-                assert all(item.type == "function_call" and item.status == "incomplete" for item in open_calls)
-                assert not any(item.arguments.endswith("}") for item in open_calls)
-                assert plain((await client.responses.retrieve(cut.id)).to_dict()) == plain(cut.to_dict())
-
-
-async def test_the_events_of_a_stream_come_in_their_order(stage: Stage) -> None:
-    async with simulated_sessions(stage, script=["One two"]) as trial, agent(trial, await trial.create()) as client:
-        stream = await client.responses.create(model="m", input="Hi", max_output_tokens=2, stream=True)
-        kinds = [each.type async for each in stream]
-    assert [*dict.fromkeys(kinds)] == [
-        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
-        *("response.output_text.delta", "response.output_text.done", "response.content_part.done"),
-        *("response.output_item.done", "response.incomplete"),
-    ]
-
-
-async def test_reasoning_that_comes_back_as_a_message_is_reasoning(stage: Stage) -> None:
-    steps = [{"reasoning": f"Thought {turn}.", "calls": [{"name": "add", "arguments": {"a": 1}}]} for turn in range(2)]
-    async with scripted(stage, script=[*steps, {"reasoning": "Enough.", "text": "Done."}, "Bye."]) as trial:
-        api, session, given = Api(RESPONSES), await trial.create(), [user("Go.")]
-        for _ in range(4):
-            for item in (await api.turn(trial, session, given, tools=[ADD])).items:
-                if item["type"] == "reasoning":
-                    text = item["content"][0]["text"].strip()
-                    item = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
-                given.append(item)
-                given += api.results((item["call_id"], "ok")) if item["type"] == "function_call" else []
-            given += [user("Go.")] if given[-1].get("role") == "assistant" else []
-        assert [record["parent"] for record in await trial.records(session)] == [None, 0, 1, 2]
 
 
 # Settings

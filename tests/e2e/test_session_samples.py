@@ -43,11 +43,6 @@ def first_leaf(session: Session) -> Sequence[Turn]:
     return session.leaves()[:1]
 
 
-def nobody(session: Session) -> Sequence[Turn]:
-    """One that makes up what it selects."""
-    return [Turn("", None, (), b"", {}, Piece.given([1]), 0, (), "stop", ended_itself=True, number=0)]
-
-
 @pytest.fixture(scope="module")
 async def shared() -> AsyncIterator[SessionTrial]:
     async with staged() as stage, simulated_sessions(stage, options={"branch_policies": (POLICY,)}) as made:
@@ -157,20 +152,6 @@ async def test_every_branch_is_a_sample_and_a_shared_turn_is_trained_once(trial:
         assert sample["metadata"]["untrained_turns"] == [0, 1]
     trained = sum(sum(each["loss_mask"]) for each in samples)
     assert trained == sum(len(each.output_ids) for each in made), "each sampled token once"
-
-
-async def test_a_policy_that_makes_up_turns_is_refused(stage: Stage) -> None:
-    worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
-    path = "tests.e2e.test_session_samples.nobody"
-    trial = await session_trial(stage, worker, options={"branch_policies": (path,)})
-    session = await trial.create()
-    await trial.chat(session, HI)
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"branches": path})
-    assert (answer.status, answer.error_type) == (422, "invalid_sample")
-    assert "leaves_of_the_session" in answer.json()["error"]["message"]
-
-
-# How long
 
 
 # What is refused

@@ -1,43 +1,43 @@
 """Streamed turns: the first token reaches the agent when the engine sends it, and the turn is recorded exactly all the
-same; where an engine cannot tell what it sampled, streams are buffered, and the log says so."""
+same; where an engine cannot tell what it sampled, streams are buffered, and the log says so. Agents see what OpenAI's
+own client expects, and what they asked for."""
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
-from tests.support.http import Client, request, whole_or_cut
+from miles_router.testing import SimulatedWorker
+from tests.support.http import RawReply, ask, whole_or_cut
 from tests.support.scripted_chat import (
     DONE,
-    IDS_FIELD,
     able,
-    chat_answer,
     chat_events,
     chat_reply,
     delta,
     event,
     streamed,
 )
-from tests.support.scripted_worker import ScriptedWorker, Visit, reply, script
+from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.session_apis import case
 from tests.support.session_trial import (
     ADD,
-    ASK_ADD,
     CHAT,
     JSON,
     SessionTrial,
     chunks_of,
-    exactly,
+    qwen3,
     session_trial,
     simulated_sessions,
     text_of,
     user,
 )
-from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.stage import Stage, staged
 
 HI: list[Any] = [user("Hi")]
 HELLO = chat_events([7, 8, 9], ["Hel", "l", "o"])
@@ -51,14 +51,6 @@ async def worker(stage: Stage) -> ScriptedWorker:
 @pytest.fixture
 async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
     return await session_trial(stage, worker)
-
-
-async def begin(trial: SessionTrial, stage: Stage, session: str, **fields: Any) -> Client:
-    """A client that has sent a streaming turn."""
-    client = await stage.client(trial.router)
-    body = json.dumps({"model": "m", "messages": HI, "stream": True, **fields}).encode()
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, body))
-    return client
 
 
 def logged(caplog: pytest.LogCaptureFixture, message: str) -> list[str]:
@@ -79,81 +71,7 @@ async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker,
     assert (events[1] + b"\n\n", events[3] + b"\n\n") == (ping, named)
 
 
-async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage) -> None:
-    async with simulated_sessions(stage, incremental_streaming_output=True) as trial:
-        trial.worker.say(f"I add.\n{ASK_ADD}\n{ASK_ADD}")
-        session = await trial.create()
-        async with trial.agent(session) as client:
-            asked: dict[str, Any] = {"model": "m", "messages": HI, "tools": [ADD]}
-            async with client.chat.completions.stream(**asked) as stream:
-                seen = (await stream.get_final_completion()).choices[0].message.model_dump(exclude_none=True)
-        (record,) = await trial.records(session)
-        calls = [
-            {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
-            for call in seen["tool_calls"]
-        ]
-        assert len(calls) == 2
-        assert record["response"] == {"role": "assistant", "content": seen["content"], "tool_calls": calls}
-        assert record["finish_reason"] == "tool_calls"
-        exactly((await trial.samples(session))[0], trial.log[0].generation)
-
-
-async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
-    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
-) -> None:
-    gate = asyncio.Event()
-    role, *texts, finish, ids, done = HELLO
-    worker.always(streamed(role, texts[0], gate, *texts[1:], finish, ids, done))
-    session = await trial.create()
-    client = await begin(trial, stage, session)
-    await client.read_head("POST")
-    seen = b""
-    while b"Hel" not in seen:
-        seen += await client.read_part()
-    trial.router.worker(worker).weight_version = "2"
-    gate.set()
-    await client.read_body()
-    assert [record["versions"] for record in await trial.records(session)] == ["router"]
-    (sample,) = await trial.samples(session)
-    assert sample["weight_versions"] == [
-        {"version": "1", "start": 3, "end": 4},
-        {"version": "2", "start": 4, "end": 6},
-    ]
-
-
 # Streams that cannot be recorded
-
-
-@pytest.mark.parametrize(
-    ("fields", "parser", "why"),
-    [(["messages"], "qwen25", IDS_FIELD), ([IDS_FIELD], None, "parser")],
-    ids=["no field", "no parser"],
-)
-async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
-    stage: Stage, fields: list[str], parser: str | None, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = able(await stage.worker(), *fields, parser=parser)
-    worker.always(script(chat_reply([7, 8], "Hi", logprobs={"content": [{"logprob": -0.5}] * 2})))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    with caplog.at_level("WARNING"):
-        answer = await trial.turn(session, HI, stream=True, stream_options={"include_usage": True})
-        assert text_of(await trial.stream(session, HI)) == "Hi"
-    (reason,) = logged(caplog, "streams_are_buffered")
-    assert why in reason
-    assert (answer.status, answer.value("content-type")) == (200, b"text/event-stream; charset=utf-8")
-    *chunks, usage = chunks_of(answer.body)
-    assert text_of(chunks) == "Hi"
-    assert [each["choices"][0]["finish_reason"] for each in chunks] == [None, None, "length"]
-    assert all(each["choices"][0]["logprobs"] is None for each in chunks)
-    assert (usage["choices"], usage["usage"]) == ([], chat_answer([7, 8])["usage"])
-    sent = json.loads(worker.requests[0].body)
-    assert not {"stream", "stream_options"} & set(sent)
-    assert sent["return_meta_info"] is True
-    records = await trial.records(session)
-    assert [(each["completion_tokens"], each["streamed"], each["versions"]) for each in records] == [
-        (2, True, "engine")
-    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -183,79 +101,6 @@ async def test_engine_without_ids_in_streams_gets_buffered_streams_from_then_on(
     (untraced,) = found["metadata"]["untraced"]
     assert untraced["path"] == CHAT
     assert len(logged(caplog, "turn_not_traced")) == 1
-
-
-async def test_a_stream_with_too_few_logprobs_is_an_error_and_the_next_turn_is_asked_whole(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    worker.next(streamed(*chat_events([7, 8, 9], ["H", "i"]))).always(script(chat_reply([7, 8], "Hi")))
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    refused = await whole_or_cut(trial.turn(session, HI, stream=True))
-    assert b"position 2, token 9 has none" in refused.body
-    assert trial.statistics()["invalid_answers"] == {worker.url: 1}
-    assert text_of(await trial.stream(session, HI)) == "Hi"
-    assert len(await trial.records(session)) == 1
-
-
-async def asked_for_streams(trial: SessionTrial, worker: ScriptedWorker, session: str) -> bool:
-    """Whether a streamed turn in a session asks its worker for a stream."""
-    assert text_of(await trial.stream(session, HI)) == "Hello"
-    return json.loads(worker.requests[-1].body).get("stream", False) is True
-
-
-def answer_either(worker: ScriptedWorker) -> None:
-    """A worker that gives a stream to whoever asks for one, and a whole answer else."""
-
-    async def answer(visit: Visit) -> None:
-        stream = json.loads(await visit.read_body()).get("stream")
-        await (streamed(*HELLO) if stream else script(chat_reply([7, 8, 9], "Hello")))(visit)
-
-    worker.always(answer)
-
-
-async def test_each_session_is_served_as_its_own_worker_can(stage: Stage) -> None:
-    workers = [able(await stage.worker()), able(await stage.worker(), "messages")]
-    for worker in workers:
-        answer_either(worker)
-    trial = await session_trial(stage, *workers)
-    sessions: dict[str, str] = {}
-    while len(sessions) < 2:  # which of them a session is tied to is not known before its first turn
-        session = await trial.create()
-        assert text_of(await trial.stream(session, HI)) == "Hello"
-        (record,) = await trial.records(session)
-        assert record["versions"] == "engine", "a stream of the one that may have answered would tell too little"
-        sessions[record["worker"]] = session
-    assert await asked_for_streams(trial, workers[0], sessions[workers[0].url])
-    assert not await asked_for_streams(trial, workers[1], sessions[workers[1].url])
-    assert [len(await trial.records(each)) for each in sessions.values()] == [2, 2]
-
-
-async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_the_last(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    worker.next(streamed(*chat_events([7, 8, 9], ["Hel", "l", "o"], output_ids=None)))
-    answer_either(worker)
-    trial = await session_trial(stage, worker)
-    session = await trial.create()
-    assert await asked_for_streams(trial, worker, session)
-    assert not await asked_for_streams(trial, worker, session), "it has shown that it tells too little"
-    worker.kill()
-    await worker.listen()
-    assert await asked_for_streams(trial, worker, session)
-    assert [each["versions"] for each in await trial.records(session)] == ["engine", "engine"]
-
-
-async def test_a_fleet_without_workers_is_asked_once_it_has_one(
-    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker.always(streamed(*HELLO))
-    trial = await session_trial(stage)
-    session = await trial.create()
-    answer = await trial.turn(session, HI, stream=True)
-    assert (answer.status, answer.error_type) == (503, "no_worker_available")
-    await trial.ask("POST", f"/add_worker?url={worker.url}")
-    await until(lambda: trial.router.pool.routable, "the worker takes traffic")
-    assert text_of(await trial.stream(session, HI)) == "Hello"
-    assert len(await trial.records(session)) == 1
 
 
 async def test_stream_weights_are_those_the_engine_confirms_at_the_end(
@@ -315,3 +160,112 @@ async def test_a_stream_that_makes_no_sense_is_untraced_and_one_without_ids_an_e
             assert (await trial.read(session))["records"] == []
             assert await trial.stream(session, HI)
             assert len(await trial.records(session)) == 1
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+#: What agents ask for.
+ASKED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 5},
+    "logprobs": {"logprobs": True},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 3},
+    "top_logprobs without logprobs": {"logprobs": False, "top_logprobs": 3},
+    "n": {"n": 3},
+    "n, logprobs": {"n": 2, "logprobs": True},
+    "tools": {"tools": [ADD]},
+    "no tool": {"tools": [ADD], "tool_choice": "none"},
+    "some tool": {"tools": [ADD], "tool_choice": "required", "max_tokens": 200},
+    "one tool": {"tools": [ADD], "tool_choice": NAMED, "max_tokens": 200, "logprobs": True},
+    "response_format": {"response_format": FORMAT, "max_tokens": 200},
+    "stop": {"stop": ["e", "a"], "max_tokens": 200},
+    "unknown": {"priority": 7, "bogus": {"a": [1.5, None, "é"]}},
+    "parameters": {"temperature": 0.5, "top_p": 0.9, "seed": 3, "presence_penalty": 0.1, "user": "me"},
+    "ids": {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True},
+    "cached tokens": {"return_cached_tokens_details": True},
+}
+OF_WHOLE: dict[str, dict[str, Any]] = {
+    "prompt ids": {"return_prompt_token_ids": True},
+    "meta": {"return_meta_info": True},
+    "meta, logprobs": {"return_meta_info": True, "logprobs": True, "top_logprobs": 1},
+    "token ids": {"return_token_ids": True},
+}
+OF_STREAM: dict[str, dict[str, Any]] = {
+    "usage": {"stream_options": {"include_usage": True}},
+    "usage, n": {"stream_options": {"include_usage": True}, "n": 2},
+    "usage all along": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "usage, ids": {"stream_options": {"include_usage": True}, **ASKED["ids"]},
+    "prompt ids refused": {"return_prompt_token_ids": True},
+}
+
+
+Pair = tuple[SessionTrial, SimulatedWorker]
+
+
+@pytest.fixture(scope="module")
+async def pair() -> AsyncIterator[Pair]:
+    """A router with sessions and, beside it, a worker with the same weights that is asked for the same."""
+    async with (
+        staged() as stage,
+        simulated_sessions(stage) as made,
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as other,
+    ):
+        yield made, other
+
+
+#: What ends one request, when its client has left, must not end the next.
+rids = (f"r-{number}" for number in itertools.count())
+
+
+async def both(pair: Pair, session: str, body: dict[str, Any]) -> tuple[RawReply, RawReply]:
+    """The router's reply and the other worker's."""
+    through = await pair[0].ask("POST", f"/sessions/{session}{CHAT}", body)
+    direct = await ask(pair[1].url, "POST", CHAT, JSON, json.dumps(body).encode())
+    return through, direct
+
+
+def steady(answer: Any) -> Any:
+    """Without times and ids that are made up."""
+    if isinstance(answer, list):
+        return [steady(each) for each in answer]
+    if not isinstance(answer, dict):
+        return answer
+    passing = ("created", "id", "e2e_latency", "response_sent_to_client_ts")
+    return {name: None if name in passing else steady(value) for name, value in answer.items()}
+
+
+def in_order(chunks: list[Any]) -> list[Any]:
+    """By choice, and what tells logprobs apart: choices of one request interleave as they come, and a piece of a call
+    waits until it is known that the answer does not end there."""
+    return [steady(chunk) for chunk in sorted(chunks, key=_place)]
+
+
+def _place(chunk: Any) -> tuple[int, bool]:
+    if not chunk["choices"]:
+        return 99, False
+    choice = chunk["choices"][0]
+    return choice["index"], choice.get("logprobs") is not None
+
+
+async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_for(pair: Pair) -> None:
+    cases = [
+        *((each, False) for each in (ASKED | OF_WHOLE).items()),
+        *((each, True) for each in (ASKED | OF_STREAM).items()),
+    ]
+    for (name, asked), stream in cases:
+        with case(name, stream):
+            asking = {"temperature": 0, "rid": next(rids), "max_tokens": 8, **({"stream": True} if stream else {})}
+            body = {"model": "m", "messages": HI, **asking, **asked}
+            through, direct = await both(pair, await pair[0].create(), body)
+            assert through.status == direct.status
+            assert through.value("content-type") == direct.value("content-type")
+            if direct.status != 200:
+                assert through.body == direct.body
+            elif stream:
+                assert in_order(chunks_of(through.body)) == in_order(chunks_of(direct.body))
+            else:
+                told = direct.json()["metadata"]  # with a text, as the API has it
+                told["weight_versions"] = json.dumps(told["weight_versions"], separators=(",", ":"))
+                assert steady(through.json()) == steady({**direct.json(), "metadata": told})
+                ChatCompletion.model_validate(through.json(), strict=True)

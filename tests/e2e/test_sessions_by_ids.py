@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
-import aiohttp
 import pytest
 
 from miles_router.testing import SimulatedWorker
@@ -19,14 +18,12 @@ from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model_of_wor
 from tests.support.agent_apis import APIS
 from tests.support.brake import Brake
 from tests.support.by_ids_trial import five_turns
-from tests.support.experts_trial import WIDTH, episode, simulated_experts, tokens_of
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.session_apis import BOTH, Api, Said, case
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
     CHAT,
-    SESSIONS,
     SessionTrial,
     message_of,
     qwen3,
@@ -40,7 +37,6 @@ from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
-GENERATE = "/generate"
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
 KINDS = [
     "simulated",
@@ -108,22 +104,6 @@ async def test_a_stream_shows_reasoning_text_and_calls_as_they_are_sampled(stage
         assert not any("sglext" in chunk or any(each["logprobs"] for each in chunk["choices"]) for chunk in chunks)
 
 
-async def test_what_its_agent_asks_for_of_logprobs_and_choices_it_gets(stage: Stage) -> None:
-    async with simulated() as worker:
-        trial, session = await chat(stage, worker)
-        answer = await trial.chat(session, [user("Hi")], n=2, logprobs=True, top_logprobs=2, max_tokens=4)
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-        for choice, record in zip(answer["choices"], worker.log.at(GENERATE)[-1].generations, strict=True):
-            entries = choice["logprobs"]["content"]
-            assert [each["logprob"] for each in entries] == pytest.approx(record.logprobs)
-            assert "".join(each["token"] for each in entries).startswith(choice["message"]["content"])
-            assert {len(each["top_logprobs"]) for each in entries} == {2}
-            assert "meta_info" not in choice
-            assert "prompt_token_ids" not in choice
-        usage = answer["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-
-
 async def test_a_stop_string_and_half_a_character_are_never_shown(stage: Stage) -> None:
     async with simulated() as worker:
         trial, session = await chat(stage, worker)
@@ -135,16 +115,6 @@ async def test_a_stop_string_and_half_a_character_are_never_shown(stage: Stage) 
         assert chunks[-1]["choices"][0]["matched_stop"] == "STOP"
 
 
-async def test_the_rows_of_every_position_come_with_samples(stage: Stage) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,), worker_class=SimulatedJax, weight_version=None) as trial:
-        session = await trial.create()
-        await episode(trial, session, 4)
-        (sample,) = await trial.exact(session)
-        ends = [len(tokens_of(each)) - 1 for each in trial.generations(GENERATE)]
-        assert len(sample["tokens"]) - 1 == ends[-1]
-        assert trial.held["bytes"] == ends[-1] * WIDTH
-
-
 INVALID: Sequence[tuple[str, Any]] = [
     ("tools", "x"),
     ("tools", [{"type": "function", "function": "x"}]),
@@ -152,14 +122,6 @@ INVALID: Sequence[tuple[str, Any]] = [
     ("response_format", "text"),
     *(("input_ids", ids) for ids in (["a"], [-1, 5], [1 << 70], [True], "x")),
 ]
-
-
-async def test_what_chat_does_not_know_does_not_reach_generate(stage: Stage) -> None:
-    async with simulated() as worker:
-        trial, session = await chat(stage, worker)
-        await trial.chat(session, [user("Hi")], image_data="x", text="y", logprob_start_len=0, input_embeds=[[1.0]])
-        (asked,) = worker.log.at(GENERATE)
-        assert not asked.json().keys() & {"image_data", "text", "logprob_start_len", "input_embeds", "messages"}
 
 
 async def test_an_answer_that_goes_on_within_a_thought_is_read_as_one(stage: Stage) -> None:
@@ -220,35 +182,6 @@ async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -
                 assert sample["loss_mask"][begin:end] == [1] * len(each.output_ids)
         assert one.log.generations
         assert other.log.generations
-
-
-@pytest.mark.parametrize("mode", ["abort", "in_place"])
-async def test_a_turn_outlives_a_pause_and_names_its_versions(stage: Stage, mode: str) -> None:
-    async with simulated(token_latency_s=0.01) as worker:
-        trial, session = await chat(stage, worker, partial_rollout="resume")
-        async with aiohttp.ClientSession(trial.router.url) as http:
-            for path, body in (("/router/weight_version", {"weight_version": "1"}),):
-                async with http.post(path, json=body) as reply:
-                    assert reply.status == 200
-            async with http.post(
-                f"/sessions/{session}{CHAT}",
-                json={"messages": [user("Hi")], "model": "m", "stream": True, "max_tokens": 60, "ignore_eos": True},
-            ) as stream:
-                await stream.content.readuntil(b"\n\n")
-                await stream.content.readuntil(b"\n\n")
-                for path, body in (
-                    ("/pause_generation", {"mode": mode}),
-                    ("/router/weight_version", {"weight_version": "2"}),
-                    ("/continue_generation", {}),
-                ):
-                    async with http.post(path, json=body) as reply:
-                        assert reply.status == 200, await reply.text()
-                assert b"[DONE]" in await stream.read()
-        (record,) = await trial.records(session)
-        assert record["finish_reason"] == "length"
-        (sample,) = await trial.samples(session)
-        assert sum(sample["loss_mask"]) == 60
-        assert [span["version"] for span in sample["weight_versions"]] == ["1", "2"]
 
 
 @pytest.mark.alone("its worker comes back within a step of the test's loop")
@@ -320,20 +253,6 @@ async def test_what_needs_a_grammar_of_the_engine_is_refused_by_name(stage: Stag
             assert (answer.status, b"response_format" in answer.body) == (501, True)
         assert not worker.log.generations
         assert await trial.records(session) == []
-
-
-@pytest.mark.parametrize("lora", [False, True], ids=["without adapters", "with adapters"])
-async def test_an_adapter_is_applied_or_refused(stage: Stage, lora: bool) -> None:
-    async with simulated(enable_lora=lora, served_model_name="served") as worker:
-        if lora:
-            worker.engine.adapters["ad"] = "/x"
-        trial, session = await chat(stage, worker)
-        asked: list[Any] = [{"lora_path": "ad"}, {"model": "served:ad"}, {"model": "other:ad"}]
-        for fields in asked:
-            worker.log.clear()
-            answer = await trial.turn(session, [user("Hi")], **fields)
-            assert (answer.status == 200) is lora, answer.body
-            assert [each.lora_path for each in worker.log.generations] == (["ad"] if lora else []), fields
 
 
 def plainly(said: Said) -> Any:

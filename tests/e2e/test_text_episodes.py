@@ -4,16 +4,14 @@ evicted is gone; what runs says so."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miles_router.settings.config import MiddlewareSpec
 from tests.e2e.test_episodes import ROW, TURN, asked, got
-from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, simulated_trial
+from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
 from tests.support.experts_trial import simulated_experts
-from tests.support.running_router import running_router
 from tests.support.session_trial import SESSIONS
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -96,31 +94,6 @@ async def test_its_tokens_are_those_that_are_retrieved(trial: Trial) -> None:
     assert part["tokens"] == found["tokens"][2:5]
 
 
-async def test_what_goes_on_twice_from_one_generation_branches(trial: Trial) -> None:
-    first = await trial.generate(text="one")
-    for more in (" and", " but"):
-        await trial.generate(text=f"one{first['text']}{more}")
-    (row,) = await the_rows(trial)
-    assert (row["turns"], row["leaves"], row["reasons"]) == (3, 2, {"branch": 1})
-    assert await the_rows(trial, reason="branch") == [row]
-    detail = await got(trial, f"episodes/{row['id']}")
-    assert [(turn["parent"], turn["reason"]) for turn in detail["turns"]] == [(None, None), (0, None), (0, "branch")]
-    assert [(line["samples"], line["depth"]) for line in detail["tree"]] == [([], 0), ([1], 1), ([2], 1)]
-
-
-async def test_samples_of_one_prompt_are_episodes_of_a_group(trial: Trial) -> None:
-    body: dict[str, Any] = {"text": "one", "sampling_params": {**SHORT, "n": 4}}
-    answer = await trial.post("/generate", body, [*JSON, ("X-Group-Id", "g-7")])
-    assert answer.status == 200
-    await trial.generate(text="two")
-    rows = await the_rows(trial, group="g-7")
-    assert len(rows) == 4
-    assert {row["turns"] for row in rows} == {1}
-    rids = [(await got(trial, f"episodes/{row['id']}"))["turns"][0]["rid"] for row in rows]
-    assert {*rids} == {each["meta_info"]["id"] for each in answer.json()}
-    assert len(await the_rows(trial)) == 5
-
-
 async def test_a_rollout_under_way_runs_and_one_that_is_not_answered_is_none(stage: Stage) -> None:
     async with simulated_trial(stage, token_latency_s=0.002) as trial:
         assert trial.worker is not None
@@ -142,16 +115,6 @@ async def another(stage: Stage, trial: Trial, options: dict[str, Any] | None = N
     layers = (MiddlewareSpec(CACHE, options or {}),)
     router = await stage.router(trial.worker.url, middlewares=layers, hf_checkpoint=checkpoint(), **settings)
     return Trial(router, trial.worker)
-
-
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_what_is_evicted_is_gone_from_its_episode(stage: Stage, trial: Trial) -> None:
-    small = await another(stage, trial, {"max_tokens": 60})
-    for text in ("one", "two", "three", "four"):
-        await small.generate(text=text)
-    held, rows = small.statistics()["entries"], await the_rows(small)
-    assert 0 < held < 4
-    assert (len(rows), {row["turns"] for row in rows}) == (held, {1})
 
 
 async def test_with_text_off_its_ids_stay(stage: Stage, trial: Trial) -> None:
@@ -179,26 +142,3 @@ async def test_both_kinds_are_one_list_newest_first(stage: Stage) -> None:
         text = next(row for row in rows if row["kind"] == "text")
         told = await got(trial, f"episodes/{text['id']}/tokens")
         assert len(told["expert_entropy"]) == told["length"] - 1
-
-
-async def test_a_text_that_a_restart_brings_back_is_an_episode_again(stage: Stage, tmp_path: Path) -> None:
-    async with simulated_trial(stage) as first:
-        assert first.worker is not None
-        settings: dict[str, Any] = {
-            "middlewares": (MiddlewareSpec(CACHE),),
-            "hf_checkpoint": checkpoint(),
-            "state_dir": str(tmp_path),
-        }
-        async with running_router(first.worker.url, **settings) as router:
-            text, _ = await three_turns(before := Trial(router, first.worker))
-            found = await before.retrieve(text=text)
-        async with running_router(first.worker.url, **settings) as router:
-            after = Trial(router, first.worker)
-            assert await the_rows(after) == []
-            assert (await after.retrieve(text=text))["tokens"] == found["tokens"]
-            (row,) = await the_rows(after)
-            assert (row["turns"], row["leaves"], row["workers"]) == (3, 1, [first.worker.url])
-            told = await got(after, f"episodes/{row['id']}/tokens")
-            assert (told["tokens"], told["loss_mask"]) == (found["tokens"], found["loss_mask"])
-            runs = [(run["start"], run["end"]) for run in found["weight_versions"]]
-            assert [(turn["start"], turn["end"]) for turn in told["turns"]] == runs

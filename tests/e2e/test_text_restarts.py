@@ -1,26 +1,30 @@
-"""Texts under `--state-dir`: what was answered is there again in a router that is started on the same directory."""
+"""Texts under `--state-dir`: what was answered is there again in a router that is started on the same directory; rows
+of experts too with `--state-rows`, else they are missing by name."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
-from collections.abc import AsyncIterator, Callable, Mapping
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from miles_router import cli
 from miles_router.errors import StateFull
 from miles_router.settings.config import MiddlewareSpec
-from miles_router.tasks import spawn
+from miles_router.state.inspection import holdings
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, array_of, truth
+from tests.support.http import RawReply
 from tests.support.restarts import StateDirectories
-from tests.support.running_router import running_router
 from tests.support.waiting import soon, until
 
 
@@ -139,50 +143,6 @@ async def test_only_what_a_text_may_find_is_read(restarts: Restarts) -> None:
             assert after.statistics()["entries"] == 2
 
 
-@pytest.mark.alone("what is in memory is bounded in each process")
-async def test_what_is_evicted_is_deleted_on_the_disk_too(restarts: Restarts) -> None:
-    async with restarts.started(max_tokens=400) as before:
-        answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(12)]
-        held = await _held(before, answers)
-        assert 0 < len(held) < 12
-        await until(_idle, "the disk knows")
-        async with restarts.started(max_tokens=400) as after:
-            assert await _held(after, answers) == held
-
-
-def _idle() -> bool:
-    return not any(task.get_name() == "delete texts" for task in asyncio.all_tasks())
-
-
-async def _held(trial: Trial, answers: list[Mapping[str, Any]]) -> list[str]:
-    rids = [each["meta_info"]["id"] for each in answers]
-    return [rid for rid in rids if (await trial.post("/retrieve_from_text", {"rid": rid})).status == 200]
-
-
-async def test_the_end_of_an_answer_waits_until_it_is_durable(restarts: Restarts) -> None:
-    async with restarts.started() as trial:
-        store = trial.router.app.router.store
-        assert store is not None
-        append, let_go, asked = store.append, asyncio.Event(), asyncio.Event()
-
-        async def held(*args: Any, **named: Any) -> None:
-            asked.set()
-            await let_go.wait()
-            await append(*args, **named)
-
-        store.append = held  # type: ignore[method-assign]
-        whole = spawn(trial.generate(text="whole"), name="whole")
-        await soon(asked.wait())
-        asked.clear()
-        async with _stream(trial) as reader:
-            await soon(reader.readuntil(b'"finish_reason":null'))
-            await soon(asked.wait())
-            assert not whole.done()
-            let_go.set()
-            assert b'"finish_reason":{' in await soon(reader.read())
-        await whole
-
-
 @contextlib.asynccontextmanager
 async def _stream(trial: Trial) -> AsyncIterator[asyncio.StreamReader]:
     host, port = trial.router.url.removeprefix("http://").split(":")
@@ -232,11 +192,99 @@ async def _refusing(trial: Trial, ask: Callable[[], Any]) -> Any:
         store.append = append  # type: ignore[method-assign]
 
 
-async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:
-    async with running_router(
-        restarts.worker.url, middlewares=(MiddlewareSpec(CACHE, {}),), hf_checkpoint=checkpoint()
-    ) as router:
-        trial = Trial(router, restarts.worker)
-        await trial.generate(text="one")
-        assert router.app.router.store is None
-    assert os.listdir(tmp_path) == []
+@pytest.fixture
+async def with_rows(tmp_path: Path) -> AsyncIterator[Restarts]:
+    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1", moe=MOE) as worker:
+        yield Restarts(worker, tmp_path)
+
+
+def keeper(max_bytes: int = 1 << 20) -> tuple[MiddlewareSpec]:
+    return (MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE, "max_bytes": max_bytes}),)
+
+
+async def rows(trial: Trial, asked: dict[str, Any]) -> RawReply:
+    return await trial.post("/routed_experts", asked)
+
+
+async def all_rows(trial: Trial, asked: Sequence[dict[str, Any]]) -> list[bytes]:
+    answers = [await rows(trial, each) for each in asked]
+    assert {each.status for each in answers} == {200}, [each.body for each in answers]
+    return [each.body for each in answers]
+
+
+def bytes_of_rows(with_rows: Restarts) -> int:
+    """On the disk as a kill at this moment would leave it."""
+    with tempfile.TemporaryDirectory() as place:
+        copy = shutil.copytree(with_rows.directory, Path(place) / "copy")
+        return sum(each.large for each in holdings(copy))
+
+
+def numbers(trial: Trial) -> dict[str, Any]:
+    return dict(trial.router.app.router.statistics["radix_tree_archive"]())
+
+
+def deleted() -> bool:
+    return not any(task.get_name() == "delete texts" for task in asyncio.all_tasks())
+
+
+async def test_rows_of_texts_after_a_kill_are_byte_for_byte_those_before(with_rows: Restarts) -> None:
+    async with with_rows.started(keeper(), state_rows=True) as before:
+        first = await before.generate(text="Question: one?")
+        text = "Question: one?" + first["text"]
+        more = {"text": f"{text} And two?", "sampling_params": SHORT, "stream": True}
+        second = [each for each in events((await before.post("/generate", more)).body) if each][-1]
+        siblings = await before.generate(text=["Question: one?", "Another"], sampling_params={**SHORT, "n": 3})
+        own = {"return_routed_experts": True, "routed_experts_start_len": 3}
+        by_client = await before.generate(text="From the fourth on", **own)
+        answers = [first, second, *siblings]
+        asked: list[dict[str, Any]] = [{"rid": each["meta_info"]["id"]} for each in answers]
+        asked += [{"text": f"{text} And two?{second['text']}", "format": form} for form in ("json", "safetensors")]
+        asked += [{"text": text, "start": 2, "stop": 9}, {"rid": by_client["meta_info"]["id"], "start": 3}]
+        known = await all_rows(before, asked)
+        for each in answers:
+            tokens = (await before.retrieve(rid=each["meta_info"]["id"]))["tokens"]
+            assert np.array_equal(array_of(await rows(before, {"rid": each["meta_info"]["id"]})), truth(tokens))
+        written = numbers(before)
+        assert written["row_bytes"] > 0
+        async with with_rows.started(keeper(), state_rows=True) as after:
+            assert await all_rows(after, asked) == known
+            assert numbers(after)["loaded"] == len(answers) + 1
+            for name in ("families", "tokens"):
+                assert numbers(after)[name] == written[name] > 0
+        async with with_rows.started(keeper(), state_rows=False) as again:  # what is held is read, whatever is written
+            assert await all_rows(again, asked[::-1]) == known[::-1]
+
+
+async def test_rows_of_texts_that_were_not_written_are_said_to_be_missing(with_rows: Restarts) -> None:
+    async with with_rows.started(keeper()) as before:
+        answer = await before.generate(text="one")
+        asked = {"text": f"one{answer['text']}"}
+        assert (await rows(before, asked)).status == 200
+        assert bytes_of_rows(with_rows) == 0
+        async with with_rows.started(keeper(), state_rows=True) as after:
+            found = await rows(after, asked)
+            assert found.error_type == "not_found"
+            assert "--state-rows was off" in found.json()["error"]["message"]
+            more = await after.generate(text=f"{asked['text']} and two")
+            whole = await after.retrieve(rid=more["meta_info"]["id"])
+            assert np.array_equal(array_of(await rows(after, {"rid": whole["rid"]})), truth(whole["tokens"]))
+
+
+@pytest.mark.alone("what is in memory is bounded in each process")
+async def test_rows_of_texts_that_nobody_touched_are_deleted_where_there_is_no_room(with_rows: Restarts) -> None:
+    async with with_rows.started(keeper(), state_rows=True) as before:
+        answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(6)]
+        rids = [each["meta_info"]["id"] for each in answers]
+        written = bytes_of_rows(with_rows)
+        last = await all_rows(before, [{"rid": rids[-1]}])
+        room = written // 3
+        async with with_rows.started(keeper(room), state_rows=True) as after:
+            assert await all_rows(after, [{"rid": rids[-1]}]) == last, "the oldest go first"
+            await until(deleted, "the disk knows")
+            assert bytes_of_rows(with_rows) <= room
+            for rid in rids:
+                await after.retrieve(rid=rid)
+            assert (await rows(after, {"rid": rids[0]})).status == 404
+            async with with_rows.started(keeper(), state_rows=True) as again:
+                assert await all_rows(again, [{"rid": rids[-1]}]) == last
+                assert (await again.retrieve(rid=rids[0]))["rid"] == rids[0]

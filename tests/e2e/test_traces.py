@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -21,9 +19,8 @@ from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
 from tests.support.collector import CollectedSpan, Collector
 from tests.support.fleet import gate, held, posting
-from tests.support.http import RawReply, ask, request
+from tests.support.http import RawReply, ask
 from tests.support.metrics import metrics, samples
-from tests.support.moving import moving
 from tests.support.running_router import RunningRouter, router_process, running_router
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
@@ -88,14 +85,6 @@ async def test_a_request_without_a_session_is_a_trace_of_its_own(stage: Stage, c
     assert collector.parts(first) == [], "what comes behind the first byte is the generation"
 
 
-async def test_the_turns_span_is_what_the_engines_are_part_of(stage: Stage, collector: Collector) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
-    await generate(router)
-    (turn,) = await collector.come("turn", 1)
-    assert parents(worker) == [(turn.trace, turn.id, True)]
-
-
 async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, collector: Collector) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, **ON)
@@ -106,26 +95,18 @@ async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, coll
     assert told(worker, "tracestate") == [b"a=1"]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [f"00-{TRACE}-{SPAN}"],
-        [f"ff-{TRACE}-{SPAN}-01"],
-        [f"00-{TRACE}-{SPAN}-01-more"],
-        [f"00-{'0' * 32}-{SPAN}-01"],
-        [f"00-{TRACE.upper()}-{SPAN}-01"],
-        [f"00-{TRACE}-{SPAN}-01"] * 2,
-        ["x" * 4000],
-    ],
-    ids=["short", "version", "long", "zeros", "upper", "twice", "huge"],
-)
-async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collector, headers: list[str]) -> None:
+async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collector) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, **ON)
-    await generate(router, *(("traceparent", each) for each in headers), ("tracestate", "a=1"))
-    (turn,) = await collector.come("turn", 1)
-    assert (turn.parent, turn.trace == TRACE, turn.flags & REMOTE) == ("", False, 0)
-    assert parents(worker) == [(turn.trace, turn.id, True)]
+    short, upper = f"00-{TRACE}-{SPAN}", f"00-{TRACE.upper()}-{SPAN}-01"
+    odd = [[short], [f"ff-{TRACE}-{SPAN}-01"], [f"{short}-01-more"], [f"00-{'0' * 32}-{SPAN}-01"], [upper]]
+    odd += [[f"{short}-01"] * 2, ["x" * 4000]]
+    for headers in odd:
+        await generate(router, *(("traceparent", each) for each in headers), ("tracestate", "a=1"))
+    turns = await collector.come("turn", len(odd))
+    for turn in turns:
+        assert (turn.parent, turn.trace == TRACE, turn.flags & REMOTE) == ("", False, 0)
+    assert {*parents(worker)} == {(turn.trace, turn.id, True) for turn in turns}
     assert told(worker, "tracestate") == []
 
 
@@ -141,48 +122,6 @@ async def test_what_fails_says_why(stage: Stage, collector: Collector) -> None:
     )
     (head,) = collector.parts(turn)
     assert (head.name, head.attributes["miles_router.worker"]) == ("first_byte", worker.url)
-
-
-async def test_the_time_in_which_a_client_sends_its_request_is_no_workers(stage: Stage, collector: Collector) -> None:
-    worker = (await stage.worker()).always(script(RESET))
-    client = await stage.client(await stage.router(worker, **ON))
-    await client.send(request("POST", "/generate", [("Content-Length", str(len(BODY))), ("Expect", "100-continue")]))
-    assert b"100 Continue" in await client.read_raw()
-    sent_at = time.time_ns()
-    await client.send(BODY)
-    assert (await client.read("POST")).status == 502
-    (turn,) = await collector.come("turn", 1)
-    (head,) = collector.parts(turn)
-    assert turn.start < sent_at < head.start
-
-
-async def test_other_workers_that_were_tried_are_counted(stage: Stage, collector: Collector) -> None:
-    workers = [await stage.worker(), await stage.worker()]
-    router = await stage.router(*workers, **ON)
-    workers[0].always(script(RESET))
-    for _ in range(2):
-        assert (await generate(router)).status == 200
-    turns = await collector.come("turn", 2)
-    assert max(turn.attributes.get("miles_router.lost_workers", 0) for turn in turns) == 1
-    assert {turn.attributes["miles_router.worker"] for turn in turns} == {workers[1].url}
-
-
-@pytest.mark.alone("generations do not move to idler workers")
-async def test_a_generation_that_moves_shows_both_of_its_workers(stage: Stage, collector: Collector) -> None:
-    async with moving(stage, **ON) as scene:
-        await scene.run(2)
-        await scene.open()
-        await scene.moved(1)
-        await scene.end()
-        turns = await collector.come("turn", 2)
-        (moved,) = [turn for turn in turns if len(collector.parts(turn)) > 2]
-        parts = collector.parts(moved)
-    assert [part.name for part in parts] == ["first_byte", "generation"] * 2
-    workers = [part.attributes["miles_router.worker"] for part in parts]
-    assert (workers[0], workers[2]) == (workers[1], workers[3])
-    assert workers[0] != workers[3] == moved.attributes["miles_router.worker"]
-    assert all(within(part, moved) for part in parts)
-    assert [part.end for part in parts[:-1]] <= [part.start for part in parts[1:]], "one behind the other"
 
 
 async def test_only_what_generates_is_traced(stage: Stage, collector: Collector) -> None:
@@ -207,22 +146,6 @@ async def test_a_wait_at_the_gate_is_a_span(stage: Stage, collector: Collector) 
     assert (await waiting).status == 200
     (turn,) = await collector.come("turn", 1)
     assert [part.name for part in collector.parts(turn)] == ["gate", "first_byte", "generation"]
-
-
-async def test_a_wait_for_room_is_a_span(stage: Stage, collector: Collector) -> None:
-    async with SimulatedWorker(context_len=4_000) as worker:
-        router = await stage.router(worker.url, admission=0.5, **ON)
-        await until(lambda: all(each.facts is not None for each in router.pool), "its memory is known")
-        body = json.dumps({"input_ids": [300] * 1_500, "sampling_params": {"max_new_tokens": 2}}).encode()
-        assert (await router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "a")], body)).status == 200
-        second = asyncio.ensure_future(router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "b")], body))
-        await held(router, 1)
-        router.app.router.end_session("a")
-        assert (await second).status == 200
-        turns = await collector.come("turn", 2)
-        assert [part.name for part in collector.parts(turns[1])] == ["queue", "first_byte", "generation"]
-        (episode,) = await collector.come("episode", 1)
-        assert (episode.trace, episode.attributes["session.id"]) == (turns[0].trace, "a")
 
 
 # Episodes
@@ -266,16 +189,6 @@ def check_turns(trial: SessionTrial, session: str, turns: list[CollectedSpan], c
         assert [part.end for part in parts[:-1]] <= [part.start for part in parts[1:]], "one behind the other"
 
 
-async def test_a_streamed_turn_of_several_choices_says_as_much(stage: Stage, collector: Collector) -> None:
-    async with simulated_sessions(stage, settings=ON) as trial:
-        await trial.stream(await trial.create(), [user("Hi")], n=2)
-        (turn,) = await collector.come("turn", 1)
-        generations = trial.log[0].generations
-    assert turn.attributes["gen_ai.response.finish_reasons"] == ["length"] * 2
-    assert turn.attributes["gen_ai.usage.output_tokens"] == sum(len(each.output_ids) for each in generations)
-    assert turn.attributes["gen_ai.usage.input_tokens"] == len(generations[0].input_ids)
-
-
 async def test_a_text_that_goes_on_stays_in_its_trace(stage: Stage, collector: Collector) -> None:
     async with SimulatedWorker(tokenizer=checkpoint()) as worker:
         layers = (MiddlewareSpec(CACHE),)
@@ -293,42 +206,7 @@ async def test_a_text_that_goes_on_stays_in_its_trace(stage: Stage, collector: C
     assert {turn.attributes["gen_ai.usage.output_tokens"] for turn in turns} == {SHORT["max_new_tokens"]}
 
 
-async def test_a_session_has_the_same_trace_after_a_restart(stage: Stage, collector: Collector) -> None:
-    worker = await stage.worker()
-    for _ in range(2):
-        await generate(await stage.router(worker, **ON), ("X-SMG-Routing-Key", "run 7"))
-    first, second = await collector.come("turn", 2)
-    assert first.trace == second.trace
-
-
-async def test_runs_that_are_told_apart_have_traces_of_their_own(
-    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = await stage.worker()
-    await generate(await stage.router(worker, **ON), ("X-Session-Id", "s"))
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "run=8")
-    await generate(await stage.router(worker, **ON), ("X-Session-Id", "s"))
-    first, second = await collector.come("turn", 2)
-    assert first.trace != second.trace
-    resource = collector.messages()[-1].resource_spans[0].resource
-    about = {each.key: each.value.string_value for each in resource.attributes}
-    assert (about["run"], about["service.name"]) == ("8", "miles-router")
-
-
 # Settings of OpenTelemetry
-
-
-@pytest.mark.parametrize(("flag", "kept"), [("01", 1), ("00", 0)])
-async def test_a_client_that_keeps_no_trace_has_none_kept_here(
-    stage: Stage, collector: Collector, flag: str, kept: int
-) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
-    await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-{flag}"))
-    await generate(router)
-    await collector.come("turn", 1 + kept)
-    assert len([turn for turn in collector.spans("turn") if turn.trace == TRACE]) == kept
-    assert parents(worker)[0][2] is bool(kept)
 
 
 async def test_the_sampler_keeps_whole_sessions(
@@ -348,20 +226,6 @@ async def test_the_sampler_keeps_whole_sessions(
     assert 0 < sum(kept) < 128, "of 64 sessions, whose names are always the same"
 
 
-async def test_the_exporters_settings_are_obeyed(
-    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
-    await generate(await stage.router(await stage.worker(), **ON))
-    await until(lambda: collector.requests, "a request")
-    sent = collector.requests[0]
-    assert sent.values("x-tenant") == [b"me"]
-    assert sent.values("content-type") == [b"application/x-protobuf"]
-    assert sent.values("content-encoding") == [b"gzip"]
-    assert b"miles_router.worker" in gzip.decompress(sent.body)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -375,13 +239,6 @@ async def test_an_exporter_that_cannot_be_made_stops_the_start(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         create_app(RouterConfig(otel=True))
-
-
-async def test_the_middleware_traces_without_the_shorthand_too(stage: Stage, collector: Collector) -> None:
-    router = await stage.router(await stage.worker(), middlewares=(MiddlewareSpec(TRACES),))
-    await generate(router)
-    (turn,) = await collector.come("turn", 1)
-    assert turn.attributes["http.response.status_code"] == 200
 
 
 async def test_the_shorthand_lists_the_middleware_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,12 +269,6 @@ async def counts(router: RunningRouter, ended: int, sent: int, failed: int) -> N
     await until(lambda: numbers()["exported_spans"] == {name: n for name, n in wanted.items() if n}, "the spans")
     (shown,) = samples(await metrics(router.url), "miles_router_trace_ended_spans_total")
     assert shown.value == ended
-
-
-async def test_what_is_sent_is_counted(stage: Stage, collector: Collector) -> None:
-    router = await stage.router(await stage.worker(), **ON)
-    await generate(router)
-    await counts(router, 1, 1, 0)
 
 
 async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collector: Collector) -> None:

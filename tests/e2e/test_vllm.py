@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.agent_apis import APIS
-from tests.support.by_ids_trial import five_turns, is_exactly, went
+from tests.support.by_ids_trial import five_turns
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.scoring import LONG, PROMPT, SHORT, Client, client_of, impatient
@@ -165,7 +164,10 @@ async def test_an_abort_by_its_clients_name_ends_it_with_all_that_was_sampled(cl
 
 async def test_a_pause_in_each_mode_cuts_or_holds_and_versions_say_where(stage: Stage, engines: Engines) -> None:
     async with client_of(stage, engines.urls[:1]) as client:
-        for spelled, mode in itertools.product(["/pause_generation", "/pause"], ["abort", "retract", "in_place"]):
+        for spelled, mode in (
+            *(("/pause_generation", "abort"), ("/pause_generation", "in_place"), ("/pause", "abort")),
+            ("/pause", "retract"),
+        ):
             with case(spelled, mode):
                 await _pauses(client, mode, spelled)
 
@@ -284,8 +286,7 @@ async def behind_a_door(engines: Engines) -> AsyncIterator[tuple[RecordingProxy,
         yield await stack.enter_async_context(RecordingProxy(url)), checkpoint
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("api", sorted(APIS))
+@pytest.mark.parametrize(("api", "stream"), [("chat", False), *((api, True) for api in sorted(APIS))])
 async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
     stage: Stage, engines: Engines, api: str, stream: bool
 ) -> None:
@@ -293,20 +294,14 @@ async def test_five_turns_with_tools_are_what_the_engine_was_given_and_sampled(
         await five_turns(stage, proxy, checkpoint, api, stream=stream)
 
 
-async def test_an_agents_apis_other_than_chat_are_recorded(stage: Stage, engines: Engines) -> None:
-    asked: list[tuple[str, dict[str, Any]]] = [
-        ("/v1/messages", {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
-        ("/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}),
-        ("/v1/completions", {"prompt": "Question: one?", "max_tokens": 8}),
-    ]
+async def test_completions_are_recorded(stage: Stage, engines: Engines) -> None:
     async with layered(stage, engines, SESSIONS) as client:
-        for path, fields in asked:
-            session = (await client.post("/sessions"))["session_id"]
-            await client.post(f"/sessions/{session}{path}", **fields)
-            (sample,) = (await client.post(f"/sessions/{session}/samples", format="json"))["samples"]
-            assert 1 <= sum(sample["loss_mask"]) <= 8
-            assert [span["version"] for span in sample["weight_versions"]] == ["default"]
-            await client.is_scored(sample["tokens"], sample["loss_mask"], sample["logprobs"])
+        session = (await client.post("/sessions"))["session_id"]
+        await client.post(f"/sessions/{session}/v1/completions", prompt="Question: one?", max_tokens=8)
+        (sample,) = (await client.post(f"/sessions/{session}/samples", format="json"))["samples"]
+        assert 1 <= sum(sample["loss_mask"]) <= 8
+        assert [span["version"] for span in sample["weight_versions"]] == ["default"]
+        await client.is_scored(sample["tokens"], sample["loss_mask"], sample["logprobs"])
 
 
 # Adapters, updates and fleets
@@ -383,13 +378,6 @@ async def test_an_aborts_list_of_names_is_neither_empty_nor_several(client: Clie
             assert (answer.status, answer.json["error"]["type"]) == (400, "invalid_request")
 
 
-async def test_several_requests_at_once_are_answered_apart(client: Client) -> None:
-    request = {"input_ids": PROMPT, "sampling_params": SHORT, "return_logprob": True, "rid": "same"}
-    for answer in await asyncio.gather(*(client.generate(**request) for _ in range(4))):
-        assert answer["meta_info"]["id"] == "same"
-        assert len(await client.is_true(PROMPT, answer)) == 6
-
-
 # Fleets of two kinds
 
 
@@ -406,28 +394,10 @@ async def mixed() -> AsyncIterator[tuple[RecordingProxy, RecordingProxy]]:
         yield proxy, other_door
 
 
-async def test_a_fleet_of_both_kinds_serves_each_session_exactly(stage: Stage) -> None:
-    async with mixed() as (one, other):
-        layers = (MiddlewareSpec(SESSIONS, {}),)
-        settings: dict[str, Any] = {"middlewares": layers, "hf_checkpoint": tokenizer_directory("qwen3")}
-        async with client_of(stage, [one.url, other.url], **settings) as client:
-            for _ in range(4):
-                session = (await client.post("/sessions"))["session_id"]
-                history = [{"role": "user", "content": f"Hi {session}"}]
-                for turn in range(3):
-                    request = {"messages": history, "max_tokens": 6, "ignore_eos": True}
-                    answer = await client.post(f"/sessions/{session}{CHATS}", **request)
-                    history += [answer["choices"][0]["message"], {"role": "user", "content": f"And {turn}?"}]
-                (sample,) = (await client.post(f"/sessions/{session}/samples", format="json"))["samples"]
-                assert sum(sample["loss_mask"]) == 18
-                if turns := [each for each in went(one) if sample["tokens"][: len(each.prompt)] == each.prompt]:
-                    is_exactly(sample, turns)
-            assert went(one), "one of them was at vLLM"
-            assert [*other.chats(version="default")], "and one at SGLang"
-
-
 async def test_each_of_two_kinds_is_asked_and_told_in_its_own_words(stage: Stage) -> None:
-    async with mixed() as (one, other), client_of(stage, [one.url, other.url], partial_rollout="resume") as client:
+    # With the tokenizer: without it, some texts that are cut cannot be joined.
+    settings: dict[str, Any] = {"partial_rollout": "resume", "hf_checkpoint": tokenizer_directory("qwen3")}
+    async with mixed() as (one, other), client_of(stage, [one.url, other.url], **settings) as client:
         request = {"text": "Hi", "sampling_params": {**LONG, "max_new_tokens": 80}, "return_logprob": True}
         running = [spawn(client.generate(**request), name="rollout") for _ in range(6)]
         await until(lambda: client.router.pool.in_flight == 6, "all run")

@@ -11,7 +11,7 @@ from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, chunked, request
 from tests.support.scripted_worker import reply, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 CHUNKED = [("Transfer-Encoding", "chunked")]
 
@@ -120,3 +120,22 @@ async def test_a_stop_closes_idle_connections_and_lets_a_request_finish(stage: S
     assert (answer.body, answer.value("connection")) == (b"last", b"close")
     assert await busy.closed() == b""
     assert [received.path for received in worker.requests] == ["/x", "/y"]
+
+
+async def test_a_request_that_was_answered_before_its_body_gets_no_second_reply(stage: Stage) -> None:
+    client = await stage.client(await stage.router(api_key="k"))
+    await client.send(request("POST", "/generate", CHUNKED))
+    assert (await client.read("POST")).status == 401
+    await client.send(b"no chunk\r\n")
+    assert await client.closed() == b""
+
+
+async def test_a_stop_does_not_wait_behind_a_body_whose_request_was_answered(stage: Stage) -> None:
+    router = await stage.router(api_key="k")
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", [("Content-Length", "2")]))
+    assert (await client.read("POST")).status == 401
+    (connection,) = router.connections
+    connection.shutdown()
+    await client.send(b"{}")
+    assert await asyncio.wait_for(client.closed(), timeout=PATIENCE / 2) == b""

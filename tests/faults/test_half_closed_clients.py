@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import pytest
 
+from miles_router.serving import client_connection
 from tests.support.http import request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, ScriptedWorker, chunk, chunked_head, reply, script
@@ -71,6 +72,26 @@ async def test_an_old_client_that_closes_its_side_has_left(stage: Stage) -> None
     client.half_close()
     assert await client.closed() == b""
     await stage.nothing_under_way()
+
+
+async def test_an_old_request_behind_another_is_not_asked_whether_it_is_there(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_connection, "CHECKS_PER_PROBE", 1)
+    one, two = asyncio.Event(), asyncio.Event()
+    worker = (await stage.worker()).next(script(one, reply(b"one")), script(two, reply(b"two")))
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("GET", "/one") + request("GET", "/two", version="1.0"))
+    client.half_close()
+    await until(lambda: worker.busy and router.connections[0]._checks, "its end has arrived")
+    one.set()
+    assert (await client.read()).body == b"one"
+    checks = router.connections[0]._checks
+    await until(lambda: router.connections[0]._checks > checks + 1, "it is checked")
+    two.set()
+    answer = await client.read()
+    assert (answer.body, answer.informational) == (b"two", [])
 
 
 async def _aiohttp(router: RunningRouter, worker: ScriptedWorker) -> None:

@@ -37,7 +37,7 @@ apps = st.sampled_from(APPS)
 whole = st.builds(request, apps, st.sampled_from([b"", BODY, BODY + EXPECT, LAST]))
 old = st.builds(head, apps, st.just(KEEP_ALIVE), st.just(b"1.0"))
 begun = st.builds(head, apps, st.sampled_from([BODY, BODY + EXPECT, CHUNKED]))
-rests = st.sampled_from([b"{}", b"0\r\n\r\n", b"no chunk", b"\0\r\n", b"GET /re"])
+rests = st.sampled_from([b"{}", b"0\r\n\r\n", b"no chunk", b"\0\r\n", b"\r\n", b"GET /re"])
 sent = st.one_of(whole, whole, whole, whole, old, begun, rests)
 pipelined = st.lists(st.one_of(whole, whole, old, rests), min_size=2, max_size=20).map(b"".join)
 others = st.sampled_from(["run", "run", "run", "timer", "fin", "stop", "pause"])
@@ -134,6 +134,8 @@ class Scene(logging.Handler):
             assert deadline is own, f"nothing ends a connection that is {state.value}"
         elif state is states.CLOSED:
             assert (self.wire.closed, deadline) == (True, None)
+        elif state is states.STOPPING:
+            assert deadline is not self.shared.idle, "the stop waits for an idle connection"
         elif state is states.FINISHING:
             assert connection._current is not None or self.wire.closed, "no reply is due"
 
@@ -161,6 +163,7 @@ async def lived(happening: list[bytes | str]) -> None:
 @example([head("late", BODY + EXPECT), "run"], 4096, 16)
 @example([request("nothing", b""), "run", "stop"], 4096, 16)
 @example(["stop", b"GET /re", "stop"], 4096, 16)
+@example(["stop", b"\r\n"], 4096, 16)
 @given(events, st.sampled_from([40, 4096]), st.sampled_from([2, 16]))
 def test_a_connection_meets_no_event_that_its_tables_lack(
     happening: list[bytes | str], at_once: int, waiting: int

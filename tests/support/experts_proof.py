@@ -12,7 +12,6 @@ import random
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -30,7 +29,6 @@ from tests.support.oracle import common_length
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.rollouts import generate, request_body
 from tests.support.session_proof import Sample, line_of
-from tests.support.session_trial import qwen3
 from tests.support.waiting import PATIENCE
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2  # of the real MoE model
@@ -213,34 +211,10 @@ class Book:
         """Rows that went through the proxies."""
         return sum(len(rows_of(go.experts)) for proxy in proxies for go in proxy.begun)
 
-    def straight(self) -> int:
-        """Rollouts without siblings whose turns each went on from the whole one before have brought each of their rows
-        once, but for those of hidden tails. Says how many these are."""
-        rollouts: dict[str, list[Line]] = {}
-        for line in self.lines.values():
-            rollouts.setdefault(line.turn.request_id.split(".")[0], []).append(line)
-        found = [lines for lines in rollouts.values() if all(line.turn.whole and line.alone for line in lines)]
-        for lines in found:
-            lines.sort(key=lambda line: line.arrived)
-            again = sum(_rows_again(line, after) for line, after in pairwise(lines))
-            assert sum(len(line.own) for line in lines) == len(lines[-1].tokens) - 1 + again
-        return len(found)
-
     @property
     def rows(self) -> int:
         """Those of all generations, as if each had brought all of its own."""
         return sum(len(line.tokens) - 1 for line in self.lines.values())
-
-
-def _rows_again(line: Line, after: Line) -> int:
-    """How many rows of a line come once more with the one that goes on from its whole text: those of its hidden tail,
-    tokens at the end that are no part of that text."""
-    kept = common_length(line.tokens, after.given)
-    hidden = line.tokens[kept:]
-    assert not qwen3().decode(hidden, skip_special_tokens=True), (
-        f"a whole text goes on from all its tokens, not {hidden}"
-    )
-    return max(0, len(hidden) - 1)
 
 
 def book(proxies: Sequence[RecordingProxy], turns: Sequence[Turn]) -> Book:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.actions import (
+    MEMORY,
     Abort,
     AbortAll,
     Action,
@@ -28,7 +30,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.control import Arguments, BadArguments
 from miles_router.engines.engine import NO_WISH, RankWish
 from miles_router.engines.generate import MAX_GENERATIONS, GenerateRequest, UnknownShape
-from miles_router.engines.known import CONTROL, read_facts
+from miles_router.engines.known import CONTROL, ReadOrder, read_facts
 from miles_router.engines.models import model_of
 from miles_router.engines.recomputing import (
     RecomputationCut,
@@ -138,12 +140,34 @@ def test_a_control_request_is_read_as_what_it_means(path: str, fields: dict[str,
         ("/pause_generation", {"mode": "now"}),
         ("/abort_request", {}),
         ("/abort_request", {"group": True}),
+        ("/abort_request", {"rid": ""}),
+        ("/abort_request", {"rid": "a", "abort_all": "false"}),
         ("/update_weight_version", {}),
     ],
 )
 def test_arguments_that_no_engine_understands_are_refused(path: str, fields: dict[str, Any]) -> None:
     with pytest.raises(BadArguments):
         CONTROL[path].read(Arguments(fields, {}))
+
+
+@pytest.mark.parametrize(
+    ("target", "action"),
+    [
+        ("/pause?clear_cache=T&mode=keep", Pause("retract")),
+        ("/pause?clear_cache=off&mode=keep", Pause("in_place")),
+        ("/pause?mode=keep&clear_cache=false&clear_cache=true", None),
+        ("/pause?mode=keep&clear_cache=", None),
+        ("/pause?mode=abort&mode=keep", None),
+        ("/pause?wait_for_inflight_requests=true", None),
+        ("/wake_up?tags=weights&tags=kv_cache", Wake(MEMORY)),
+        ("/wake_up?tags=weights,kv_cache", None),
+        ("/wake_up?tags=", None),
+    ],
+)
+def test_a_query_is_read_as_vllm_reads_it_or_refused(target: str, action: Action | None) -> None:
+    request = CONTROL[target.partition("?")[0]]
+    with pytest.raises(BadArguments) if action is None else contextlib.nullcontext():
+        assert ReadOrder.read(request, target.encode(), {}).action == action
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from starlette.routing import Mount, Route, WebSocketRoute
 
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
@@ -234,6 +235,10 @@ PLUGINS = "tests.support.plugins"
 WORKING = f"{PLUGINS}.working"
 
 
+async def nothing(*_: object) -> None:
+    """Handles a route that is never called."""
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -283,6 +288,7 @@ def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
         ({"page": "/router/page"}, "'/router', which is a path of the router's own"),
         ({"page": "/health"}, "'/health', which is a path of the router's own"),
         ({"page": "/pause_generation"}, "'/pause_generation', which is a path of the router's own"),
+        ({"page": "/v1/load_lora_adapter"}, "'/v1/load_lora_adapter', which is a path of the router's own"),
         ({"page": "/page/{name}"}, "open route '/page/{name}' must have no parameters"),
         ({"about": "/observed/about"}, "admin route '/observed/about' must begin with /router/"),
         ({"about": "/router"}, "admin route '/router' must begin with /router/"),
@@ -292,6 +298,23 @@ def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
 def test_an_open_or_admin_route_has_a_path_of_its_own(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Observing", options),)))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("power", "given", "message"),
+    [
+        ("open_routes", Mount("/page", app=nothing), "open or admin route '/page' must be a Route"),
+        ("admin_routes", Mount("/router/page", app=nothing), "open or admin route '/router/page' must be a Route"),
+        ("routes", WebSocketRoute("/socket", nothing), "has no path of HTTP"),
+        ("routes", Route("/v1/load_lora_adapter", nothing), "which is a path of the router's own"),
+        ("data_paths", "/router/info", "data_paths: /router/info is a path of the router's own"),
+    ],
+)
+def test_what_the_router_would_never_call_is_refused(power: str, given: object, message: str) -> None:
+    odd = MiddlewareSpec(f"{WORKING}.Odd", {"power": power, "given": [given]})
+    with pytest.raises(ConfigError) as caught:
+        create_app(RouterConfig(middlewares=(odd,)))
     assert message in str(caught.value)
 
 

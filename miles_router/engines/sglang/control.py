@@ -93,10 +93,12 @@ def _read_abort(arguments: Arguments) -> Abort | AbortAll | EndGroup:
     group = group_in(arguments)
     if group is not None:
         return group
-    if arguments.fields.get(ALL):
+    every, name = arguments.fields.get(ALL) or False, arguments.fields.get(NAME)
+    if not isinstance(every, bool):  # SGLang reads "false" as false
+        raise BadArguments("abort_all must be true or false")
+    if every:
         return AbortAll()
-    name = arguments.fields.get(NAME)
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise BadArguments("rid (a string), group or abort_all is required")
     return Abort(name)
 

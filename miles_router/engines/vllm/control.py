@@ -26,7 +26,16 @@ from miles_router.engines.actions import (
     Update,
     Wake,
 )
-from miles_router.engines.control import GROUP, SLOW, Arguments, BadArguments, ControlRequest, group_in, other
+from miles_router.engines.control import (
+    BETWEEN,
+    GROUP,
+    SLOW,
+    Arguments,
+    BadArguments,
+    ControlRequest,
+    group_in,
+    other,
+)
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.vllm.facts import Flags
 
@@ -51,7 +60,9 @@ PAUSES: Mapping[str, Mapping[str, str]] = {
     "retract": {MODE: "keep", CLEARS: "true"},
     "in_place": {MODE: "keep", CLEARS: "false"},
 }
-_TRUE = frozenset({"true", "1", "yes", "on"})
+WAITS = "wait_for_inflight_requests"
+#: Values of a flag in a query, in any case (pydantic).
+_TRUE, _FALSE = frozenset({"true", "t", "1", "yes", "y", "on"}), frozenset({"false", "f", "0", "no", "n", "off"})
 
 
 def order(action: Action, flags: Flags) -> Order:
@@ -126,12 +137,19 @@ def _adapter(name: str, path: str | None, *, loads: bool | None) -> Order:
 
 def _read_pause(arguments: Arguments) -> Action:
     mode = arguments.query.get(MODE, "abort")
-    clears = arguments.query.get(CLEARS, "true").lower() in _TRUE
-    if mode == "abort":
+    clears, waits = _flag(arguments, CLEARS, usual="true"), _flag(arguments, WAITS, usual="false")
+    if mode == "abort" and not waits:
         return Pause("abort")
-    if mode != "keep":
+    if mode != "keep" or waits:  # vLLM reads `WAITS` as mode `wait`
         raise BadArguments(f"{MODE} must be abort or keep: the router holds new requests, so nothing is waited for")
     return Pause("retract" if clears else "in_place")
+
+
+def _flag(arguments: Arguments, name: str, *, usual: str) -> bool:
+    value = arguments.query.get(name, usual).lower()
+    if value not in _TRUE | _FALSE:
+        raise BadArguments(f"{name} must be true or false, and given once")
+    return value in _TRUE
 
 
 def _read_abort(arguments: Arguments) -> Abort | EndGroup:
@@ -156,7 +174,8 @@ def _read_sleep(arguments: Arguments) -> Action:
 
 
 def _read_wake(arguments: Arguments) -> Action:
-    parts = frozenset(filter(None, arguments.query.get(PARTS, "").split(",")))
+    given = arguments.query.get(PARTS)
+    parts = frozenset() if given is None else frozenset(given.split(BETWEEN))
     if parts - MEMORY:
         raise BadArguments(f"{PARTS} must be {' or '.join(sorted(MEMORY))}, got {', '.join(sorted(parts))}")
     return Wake(parts)

@@ -209,6 +209,14 @@ class Observing:
         return JSONResponse({"path": request.url.path})
 
 
+class Odd(Plain):
+    """Has the routes or paths that a test gives it."""
+
+    def __init__(self, app: ASGIApp, *, router: Router, power: str, given: Any) -> None:
+        super().__init__(app, router=router)
+        setattr(self, power, lambda: given)
+
+
 class CannotGoOn(RouterError):
     """A layer's own control flow; it has no answer of its own."""
 
