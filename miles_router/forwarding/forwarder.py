@@ -376,12 +376,12 @@ class Forwarder:
         A request that continues sampled tokens begins no session.
         """
         gate = self._fleet.gate
+        if gate.closed:
+            return True
         begins = (
             self._fleet.pool.admission.begins(request.key) and not routing.caches and routing.continued_cache is None
         )
-        if gate.closed or not begins:
-            return gate.closed
-        return gate.queue.must_wait(request.key, prompt_tokens(request.body))
+        return begins and gate.queue.must_wait(request.key, prompt_tokens(request.body))
 
     async def wait(self, request: Outgoing, waiting: Routing) -> None:
         """Wait until the request can be sent, or is aborted.

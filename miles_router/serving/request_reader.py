@@ -13,7 +13,7 @@ from typing import Any
 import httptools
 
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.headers import RawHeaders, first_header
+from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import BadRequest, InternalError, RouterError
 from miles_router.forwarding.framing import (
     CHUNKED,
@@ -182,7 +182,7 @@ class RequestReader:
             self._bound_whole_head()
         headers, parser = self.headers, self._parser
         version = parser.get_http_version()
-        _check_host(version, headers)
+        expected = _check_head(version, headers)
         body = request_body(headers)
         self._body_left = max(body, 0)
         self._excess = ChunkOverhead() if body == CHUNKED else None
@@ -199,7 +199,7 @@ class RequestReader:
             "headers": headers,
         }
         self._upgrade = parser.should_upgrade()
-        awaits_continue = body != NO_BODY and version != "1.0" and _expects_continue(headers)
+        awaits_continue = expected == b"100-continue" and body != NO_BODY and version != "1.0"
         self.request = self._begin(scope, parser.should_keep_alive(), awaits_continue)
 
     def on_body(self, data: bytes) -> None:
@@ -233,24 +233,27 @@ def _refusal(error: BaseException | None) -> RouterError:
     return InternalError("the router failed; its log has the details")
 
 
-def _check_host(version: str, headers: RawHeaders) -> None:
-    """Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2).
+def _check_head(version: str, headers: RawHeaders) -> bytes | None:
+    """Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2). Return the first Expect in lower
+    case, or None.
 
     Raises:
         BadMessage: the version is not 1.0 or 1.1, or there is not exactly one valid Host (HTTP/1.0 may omit it).
     """
     if version not in VERSIONS:
         raise BadMessage(f"the router speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}")
-    hosts = [value for name, value in headers if name == b"host"]
+    hosts: list[bytes] = []
+    expected = None
+    for name, value in headers:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"expect" and expected is None:
+            expected = value.lower()
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise BadMessage(f"a request must have exactly one Host header, not {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise BadMessage("the Host header is not a valid host")
-
-
-def _expects_continue(headers: RawHeaders) -> bool:
-    expected = first_header(headers, b"expect")
-    return expected is not None and expected.lower() == b"100-continue"
+    return expected
 
 
 def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
