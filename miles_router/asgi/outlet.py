@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Message, Scope, Send
+from miles_router.asgi.headers import first_header
 
 if TYPE_CHECKING:
     from miles_router.serving.client_request import ClientRequest
@@ -40,7 +41,7 @@ class Outlet:
         if message["type"] != "http.response.start":
             return self._send(message)
         headers = [*message.get("headers", ())]
-        if X_REQUEST_ID in dict(headers):
+        if first_header(headers, X_REQUEST_ID) is not None:
             headers = [pair for pair in headers if pair[0] != X_REQUEST_ID]
         headers.append((X_REQUEST_ID, self._request_id))
         sent = self._send({**message, "headers": headers})
