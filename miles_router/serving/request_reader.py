@@ -182,8 +182,7 @@ class RequestReader:
             self._bound_whole_head()
         headers, parser = self.headers, self._parser
         version = parser.get_http_version()
-        expected = _check_head(version, headers)
-        body = request_body(headers)
+        body, awaits_continue = _examine(version, headers)
         self._body_left = max(body, 0)
         self._excess = ChunkOverhead() if body == CHUNKED else None
         raw_path, query, authority = _target(self._url)
@@ -199,7 +198,6 @@ class RequestReader:
             "headers": headers,
         }
         self._upgrade = parser.should_upgrade()
-        awaits_continue = expected == b"100-continue" and body != NO_BODY and version != "1.0"
         self.request = self._begin(scope, parser.should_keep_alive(), awaits_continue)
 
     def on_body(self, data: bytes) -> None:
@@ -233,27 +231,34 @@ def _refusal(error: BaseException | None) -> RouterError:
     return InternalError("the router failed; its log has the details")
 
 
-def _check_head(version: str, headers: RawHeaders) -> bytes | None:
-    """Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2). Return the first Expect in lower
-    case, or None.
+def _examine(version: str, headers: RawHeaders) -> tuple[int, bool]:
+    """Return the length of the body as `request_body` does, and whether the client waits for `100 Continue`.
+
+    Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2).
 
     Raises:
+        InvalidFraming: raised by `request_body`.
         BadMessage: the version is not 1.0 or 1.1, or there is not exactly one valid Host (HTTP/1.0 may omit it).
     """
     if version not in VERSIONS:
         raise BadMessage(f"the router speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}")
     hosts: list[bytes] = []
+    framing: RawHeaders = []
     expected = None
-    for name, value in headers:
-        if name == b"host":
-            hosts.append(value)
+    for pair in headers:  # once for all of them, because this is a part of each request's cost
+        name = pair[0]
+        if name in FRAMING_FIELDS:
+            framing.append(pair)
+        elif name == b"host":
+            hosts.append(pair[1])
         elif name == b"expect" and expected is None:
-            expected = value.lower()
+            expected = pair[1].lower()
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise BadMessage(f"a request must have exactly one Host header, not {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise BadMessage("the Host header is not a valid host")
-    return expected
+    body = request_body(framing)
+    return body, expected == b"100-continue" and body != NO_BODY and version != "1.0"
 
 
 def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
