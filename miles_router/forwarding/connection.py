@@ -132,9 +132,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def usable(self) -> bool:
-        """True if the connection is open."""
+    def is_usable(self) -> bool:
+        """Return True if the connection is open."""
         return self._transport is not None and not self._transport.is_closing()
 
     def reader_caught_up(self, buffered: int) -> None:

@@ -21,7 +21,7 @@ from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEng
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.workers import Role, Unit, Worker
+from miles_router.fleet.workers import DECODE, Unit, Worker
 from miles_router.forwarding.forwarded import AnyReply, Forwarded
 from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
 from miles_router.forwarding.pairs import Halves, PairExchange, PairInterrupted, PrefillLost
@@ -152,7 +152,7 @@ class Forwarder:
         engine = worker.engine if request.computes else None
         if request.computes and (engine is None or engine.translates):
             engine = await self._fleet.engine(worker)
-        if request.generates and worker.role is Role.DECODE:
+        if request.generates and worker.role is DECODE:
             return await self._send_to_pair(unit, request, routing)
         translation: Translation | Parts | None = None
         if engine is not None and engine.translates:
