@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from starlette.routing import BaseRoute
 
@@ -29,5 +30,5 @@ class DashboardMiddleware:
         """Return the routes of episodes and of the run."""
         return self._episodes.routes()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        return self.app(scope, receive, send)

@@ -70,9 +70,10 @@ class Keys:
                 raise Unauthorized(f"a valid {key.name} is required: Authorization: Bearer KEY")
             if ours:
                 headers = [pair for pair in headers if pair not in ours]
-        if administers or not [name for name, _ in headers if name.startswith(OVERRIDE)]:  # faster than `any`
-            return headers
-        return [pair for pair in headers if not pair[0].startswith(OVERRIDE)]
+        for name, _ in () if administers else headers:
+            if name.startswith(OVERRIDE):
+                return [pair for pair in headers if not pair[0].startswith(OVERRIDE)]
+        return headers
 
 
 def _credential(name: bytes, value: bytes) -> bytes:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Message, Scope, Send
+from miles_router.asgi.headers import first_header
 
 if TYPE_CHECKING:
     from miles_router.serving.client_request import ClientRequest
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 #: The key in the scope's `extensions` under which the router's own server offers its request, which writes body bytes
 #: directly to the client's connection.
 SINK = "miles_router.sink"
+X_REQUEST_ID = b"x-request-id"
 
 
 class Outlet:
@@ -38,8 +40,10 @@ class Outlet:
         """Send one ASGI message. Not a coroutine, because it runs for every chunk."""
         if message["type"] != "http.response.start":
             return self._send(message)
-        headers = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
-        headers.append((b"x-request-id", self._request_id))
+        headers = [*message.get("headers", ())]
+        if first_header(headers, X_REQUEST_ID) is not None:
+            headers = [pair for pair in headers if pair[0] != X_REQUEST_ID]
+        headers.append((X_REQUEST_ID, self._request_id))
         sent = self._send({**message, "headers": headers})
         self.status = message["status"]  # only now: if the server refuses the message, no reply has begun
         return sent

@@ -38,10 +38,13 @@ def sampled_tokens(end: bytes) -> int:
 def prompt_tokens(body: bytes) -> int:
     """Return about how many tokens the prompt has. The error is some percent for ids, and about a third for non-Latin
     text."""
-    begin = max(0, (len(body) - _SAMPLE) // 2)
-    commas = body.count(b",", begin, begin + _SAMPLE)
-    if len(body) > _SAMPLE and commas > _COMMAS:
-        return len(body) * commas // _SAMPLE
+    size = len(body)
+    if size <= _SAMPLE:
+        return size // _BYTES_OF_TEXT
+    begin = (size - _SAMPLE) // 2
     sample = body[begin : begin + _SAMPLE]
-    image = len(body) > _SAMPLE and sample.translate(_OTHERS_CHANGED) == sample
-    return len(body) // (_BYTES_OF_IMAGE if image else _BYTES_OF_TEXT)
+    commas = sample.count(b",")
+    if commas > _COMMAS:
+        return size * commas // _SAMPLE
+    image = sample.translate(_OTHERS_CHANGED) == sample
+    return size // (_BYTES_OF_IMAGE if image else _BYTES_OF_TEXT)

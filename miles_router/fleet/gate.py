@@ -31,7 +31,9 @@ PAUSED, ASLEEP, WORKERS_PAUSED = "paused", "asleep", "workers_paused"
 
 def endpoint(path: str) -> str:
     """Return the engine's part of a path: the part after `/sessions/{id}` if there is one, else all of it."""
-    start = path.find("/", len(SESSION_PREFIX)) if path.startswith(SESSION_PREFIX) else 0
+    if not path.startswith(SESSION_PREFIX):
+        return path
+    start = path.find("/", len(SESSION_PREFIX))
     return path[max(start, 0) :]
 
 

@@ -17,10 +17,12 @@ ENOUGH_ANSWERS = 64
 class Lease:
     """A slot of one request in flight on a unit. `release` is idempotent, so that every path may call it."""
 
-    __slots__ = ("_pool", "home", "started_at", "tokens", "unit")
+    __slots__ = ("_pool", "home", "started_at", "tokens", "unit", "worker")
 
     def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: SessionHome | None = None) -> None:
         self.unit = unit
+        #: The worker of the unit.
+        self.worker: Worker = unit.worker
         #: The length of the request's prompt; 0 if it generates nothing.
         self.tokens = tokens
         #: The home of the request's session, if it is on this unit.
@@ -29,11 +31,7 @@ class Lease:
         self._pool: WorkerPool | None = pool
         unit.in_flight += 1
         unit.tokens += tokens
-        unit.worker.in_flight += 1
-
-    @property
-    def worker(self) -> Worker:
-        return self.unit.worker
+        self.worker.in_flight += 1
 
     @property
     def measures_pace(self) -> bool:

@@ -30,6 +30,7 @@ from miles_router.fleet.worker_table import WorkerTable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import (
     ALIVE,
+    DRAINING,
     EXPECTED,
     REGISTERED,
     Transition,
@@ -169,7 +170,7 @@ class WorkerPool(WorkerTable):
             worker.set_attributes(attributes)
         if attributes or new_key:
             self._publish()
-        if worker.state is WorkerState.DRAINING and worker.url in self._workers:
+        if worker.state is DRAINING and worker.url in self._workers:
             worker.failures = 0
             self._move(worker, WorkerState.READY, "registered again while draining", before=worker.state)
             self._end_drain(worker)
@@ -189,8 +190,8 @@ class WorkerPool(WorkerTable):
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
         """Send no new requests to a worker and remove it after its last one. `when_idle` is called then, or when the
         worker is registered again before that."""
-        if worker.state is not WorkerState.DRAINING:
-            self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
+        if worker.state is not DRAINING:
+            self._move(worker, DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
         if self.is_idle(worker):
             self.finish_leaving(worker)
@@ -281,19 +282,19 @@ class WorkerPool(WorkerTable):
 
     def record_release(self, lease: Lease, *, answered: bool) -> None:
         """Subtract a released lease from its unit's counts; `Lease.release` calls this once."""
-        unit, worker = lease.unit, lease.unit.worker
+        unit, worker = lease.unit, lease.worker
         unit.in_flight -= 1
         unit.tokens -= lease.tokens
         if lease.home is not None:
             self.homes.record_end(lease.home, lease.tokens, answered=answered)
         worker.in_flight -= 1
         assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
-        if (worker.state is WorkerState.DRAINING or self._leaving) and self.is_idle(worker):
+        if (worker.state is DRAINING or self._leaving) and self.is_idle(worker):
             self.finish_leaving(worker)
 
     def finish_leaving(self, worker: Worker) -> None:
         """Finish the drain or removal of a worker that has no requests in flight any more."""
-        if worker.state is WorkerState.DRAINING:
+        if worker.state is DRAINING:
             self.remove(worker, "drained")
             self._end_drain(worker)
         if self._leaving.get(worker.url) is worker:
@@ -336,7 +337,7 @@ class WorkerPool(WorkerTable):
         if worker.stalled:
             return
         self.stalls += 1
-        if worker.state is not WorkerState.DRAINING and self._workers.get(worker.url) is worker:
+        if worker.state is not DRAINING and self._workers.get(worker.url) is worker:
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
         worker.stalled = True
         if self.report is not None:

@@ -61,6 +61,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pulse: Pulse | None = None  # counts signs of life of the engine; None if the request needs no engine work
         self._headers: RawHeaders = []
         self._head_bytes = 0
+        self._in_head = True  # the headers that arrive are those of the reply's head
         self._is_head_request = False  # the request was HEAD
         self._body = NO_BODY
         self._remaining = 0  # bytes of a Content-Length body still to come
@@ -88,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
             self._parser = httptools.HttpResponseParser(self)
         self._reply = Reply(self, self._loop, self._pool.backlog)
         self._pulse = pulse
-        self._headers, self._head_bytes = [], 0
+        self._headers, self._head_bytes, self._in_head = [], 0, True
         self._is_head_request = head_request
         self._body, self._remaining, self._past_parser, self._excess = NO_BODY, 0, False, None
         self._reusable = False
@@ -131,9 +132,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    @property
-    def usable(self) -> bool:
-        """True if the connection is open."""
+    def is_usable(self) -> bool:
+        """Return True if the connection is open."""
         return self._transport is not None and not self._transport.is_closing()
 
     def reader_caught_up(self, buffered: int) -> None:
@@ -256,7 +256,7 @@ class Connection(asyncio.BufferedProtocol):
             self._reusable = False  # a second message follows the reply
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reply is not None and not self._reply.head_seen:  # else it is a trailer, which is dropped
+        if self._in_head:  # else it is a trailer, which is dropped
             self._headers.append((name.lower(), value.rstrip()))  # the parser leaves whitespace behind it
 
     def on_headers_complete(self) -> None:
@@ -269,6 +269,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if status > MAX_STATUS:
             raise InvalidFraming(f"{status} is not a valid status of a reply")
+        self._in_head = False
         self._body = reply_body(status, self._headers, to_head=self._is_head_request)
         self._remaining = max(0, self._body)
         self._excess = ChunkOverhead() if self._body == CHUNKED else None

@@ -20,16 +20,13 @@ AnyReply = Reply | HeldReply | RewrittenStream | MergedStream
 class Forwarded:
     """A reply and the lease on its worker; `close` ends both."""
 
-    __slots__ = ("_names", "lease", "reply")
+    __slots__ = ("_names", "lease", "reply", "worker")
 
     def __init__(self, lease: Lease, reply: AnyReply, names: NameUse | None) -> None:
         self.lease = lease
+        self.worker: Worker = lease.worker
         self.reply = reply
         self._names = names
-
-    @property
-    def worker(self) -> Worker:
-        return self.lease.worker
 
     def close(self) -> None:
         """Close the reply, release the lease, and record that its generation names are free. Idempotent."""

@@ -21,7 +21,7 @@ from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEng
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.workers import Role, Unit, Worker
+from miles_router.fleet.workers import DECODE, Unit, Worker
 from miles_router.forwarding.forwarded import AnyReply, Forwarded
 from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
 from miles_router.forwarding.pairs import Halves, PairExchange, PairInterrupted, PrefillLost
@@ -152,7 +152,7 @@ class Forwarder:
         engine = worker.engine if request.computes else None
         if request.computes and (engine is None or engine.translates):
             engine = await self._fleet.engine(worker)
-        if request.generates and worker.role is Role.DECODE:
+        if request.generates and worker.role is DECODE:
             return await self._send_to_pair(unit, request, routing)
         translation: Translation | Parts | None = None
         if engine is not None and engine.translates:
@@ -376,14 +376,14 @@ class Forwarder:
         A request that continues sampled tokens begins no session.
         """
         gate = self._fleet.gate
+        if gate.closed:
+            return True
         begins = (
             self._fleet.pool.admission.begins_session(request.key)
             and not routing.caches
             and routing.continued_cache is None
         )
-        if gate.closed or not begins:
-            return gate.closed
-        return gate.queue.must_wait(request.key, prompt_tokens(request.body))
+        return begins and gate.queue.must_wait(request.key, prompt_tokens(request.body))
 
     async def wait(self, request: Outgoing, waiting: Routing) -> None:
         """Wait until the request can be sent, or is aborted.

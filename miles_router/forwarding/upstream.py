@@ -268,7 +268,7 @@ class Upstream:
         idle = self._idle.get(address.url)
         while idle:
             connection = idle.pop()
-            if connection.usable:
+            if connection.is_usable():
                 return connection
         return None
 
@@ -285,7 +285,7 @@ class Upstream:
 
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
         """Keep an idle connection for the next request to `address`, or close it if it is unusable."""
-        if self._closed or not connection.usable:
+        if self._closed or not connection.is_usable():
             connection.abort()
             return
         idle = self._idle.get(address.url)

@@ -27,7 +27,7 @@ class Reception:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Run one request. Raises as `PoolChoice.choose` does."""
-        if scope["type"] != "http" or self._pools.has_one_model:  # no coroutine: it would cost 1 % of a short request
+        if scope["type"] != "http" or self._pools.has_one_model():  # no coroutine: it would cost 1 % of a short request
             return self._app(scope, receive, send)
         return self._choose(scope, receive, send)
 

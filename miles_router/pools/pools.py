@@ -219,9 +219,9 @@ class Pools:
             finally:
                 self._running = None
 
-    @property
     def has_one_model(self) -> bool:
-        """Whether it is known that all requests mean the same model, without adapters: `look` would return False."""
+        """Return whether it is known that all requests mean the same model, without adapters: `look` would return
+        False."""
         fleet = self.default.fleet
         return not self.named and not fleet.applies_adapters and fleet.all_reported
 

@@ -358,13 +358,14 @@ class ClientConnection(asyncio.Protocol):
     def _choose_timeout(self) -> None:
         """Choose the timeout for the present state: of an arriving request, of an idle connection, or none while a
         request is answered."""
-        if self._state is states.FINISHING:
+        if self._state in states.READING:
+            if not self._reader.partial:
+                between = self._shared.idle if self._state is states.OPEN else self._shared.lingering
+                self._start_timeout(between if self._current is None else None)
+            elif self._deadline is not self._shared.arriving:
+                self._start_timeout(self._shared.arriving)
+        elif self._state is states.FINISHING:
             self._start_timeout(None)
-        elif self._state in states.READING and not self._reader.partial:
-            between = self._shared.idle if self._state is states.OPEN else self._shared.lingering
-            self._start_timeout(between if self._current is None else None)
-        elif self._state in states.READING and self._deadline is not self._shared.arriving:
-            self._start_timeout(self._shared.arriving)
 
     def _start_timeout(self, deadline: Deadlines[ClientConnection] | None) -> None:
         if self._deadline is not None:

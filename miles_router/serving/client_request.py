@@ -172,18 +172,19 @@ class ClientRequest:
 
     def _write(self, data: bytes, last: bool) -> None:
         head, self._head = self._head, None
-        pieces = [] if head is None else [head]
-        if self._framing == CHUNKED:
+        pieces, framing = [] if head is None else [head], self._framing
+        if framing >= 0:
+            left = framing - len(data)
+            if left < 0 or (last and left):
+                raise InvalidFraming("a reply's body is not as long as its Content-Length says")
+            self._framing = left
+            pieces.append(data)
+        elif framing == CHUNKED:
             if data:
                 pieces += (b"%x\r\n" % len(data), data, CRLF)
             if last:
                 pieces.append(LAST_CHUNK)
-        elif self._framing != NO_BODY:
-            if self._framing != UNTIL_CLOSE:
-                left = self._framing - len(data)
-                if left < 0 or (last and left):
-                    raise InvalidFraming("a reply's body is not as long as its Content-Length says")
-                self._framing = left
+        elif framing == UNTIL_CLOSE:
             pieces.append(data)
         if len(data) <= INLINE_BODY:
             self._connection.transport.write(b"".join(pieces))

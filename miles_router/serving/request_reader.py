@@ -13,7 +13,7 @@ from typing import Any
 import httptools
 
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.headers import RawHeaders, first_header
+from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import BadRequest, InternalError, RouterError
 from miles_router.forwarding.framing import (
     CHUNKED,
@@ -184,8 +184,7 @@ class RequestReader:
         version, method = parser.get_http_version(), parser.get_method().decode("ascii")
         if method == "CONNECT":  # a proxy in front would take a good reply for the beginning of a tunnel
             raise BadMessage("the router opens no tunnels")
-        _check_host(version, headers)
-        body = request_body(headers)
+        body, awaits_continue = _examine(version, headers)
         self._body_left = max(body, 0)
         self._excess = ChunkOverhead() if body == CHUNKED else None
         raw_path, query, authority = _target(self._url)
@@ -201,7 +200,6 @@ class RequestReader:
             "headers": headers,
         }
         self._upgrade = parser.should_upgrade()
-        awaits_continue = body != NO_BODY and version != "1.0" and _expects_continue(headers)
         self.request = self._begin(scope, parser.should_keep_alive(), awaits_continue)
 
     def on_body(self, data: bytes) -> None:
@@ -235,24 +233,34 @@ def _refusal(error: BaseException | None) -> RouterError:
     return InternalError("the router failed; its log has the details")
 
 
-def _check_host(version: str, headers: RawHeaders) -> None:
-    """Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2).
+def _examine(version: str, headers: RawHeaders) -> tuple[int, bool]:
+    """Return the length of the body as `request_body` does, and whether the client waits for `100 Continue`.
+
+    Check the HTTP version and the Host header (RFC 9112 sections 2.3 and 3.2).
 
     Raises:
+        InvalidFraming: raised by `request_body`.
         BadMessage: the version is not 1.0 or 1.1, or there is not exactly one valid Host (HTTP/1.0 may omit it).
     """
     if version not in VERSIONS:
         raise BadMessage(f"the router speaks HTTP/1.1 and HTTP/1.0, not HTTP/{version}")
-    hosts = [value for name, value in headers if name == b"host"]
+    hosts: list[bytes] = []
+    framing: RawHeaders = []
+    expected = None
+    for pair in headers:  # once for all of them, because this is a part of each request's cost
+        name = pair[0]
+        if name in FRAMING_FIELDS:
+            framing.append(pair)
+        elif name == b"host":
+            hosts.append(pair[1])
+        elif name == b"expect" and expected is None:
+            expected = pair[1].lower()
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise BadMessage(f"a request must have exactly one Host header, not {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise BadMessage("the Host header is not a valid host")
-
-
-def _expects_continue(headers: RawHeaders) -> bool:
-    expected = first_header(headers, b"expect")
-    return expected is not None and expected.lower() == b"100-continue"
+    body = request_body(framing)
+    return body, expected == b"100-continue" and body != NO_BODY and version != "1.0"
 
 
 def _target(url: bytes) -> tuple[bytes, bytes, bytes]:

@@ -101,6 +101,7 @@ def serve_at(
         own: a second listening socket that no other process uses.
     """
     collect_garbage_less()
+    keep_freed_memory()
     server = Server(uvicorn_config(app), started)
     at_once = max(1, ACCEPTS_PER_STEP // app.router.config.processes)
     sockets = [sock, *(sock.dup() for _ in range(at_once - 1))]
@@ -169,6 +170,15 @@ def collect_garbage_less() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep up to 32 MB of freed memory for the next burst of replies.
+
+    Above twice the largest block that was ever freed, glibc returns the end of its heap to the kernel (mallopt(3),
+    `M_TRIM_THRESHOLD`), and takes it back page by page. With 64 clients and replies of 25 kB that costs 5 % of the CPU.
+    """
+    bytes(16 * 1024 * 1024)  # zeros, which take no memory before they are touched; freed at once
 
 
 def raise_file_limit() -> None:
