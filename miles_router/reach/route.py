@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.origin import base_url
+from miles_router.asgi.watch import Watch
 from miles_router.errors import BadRequest, Unavailable
 
 PATH = "/reach"
@@ -46,7 +47,8 @@ class Reach:
             raise Unavailable(f"{MOST} requests to {PATH} run already; repeat later")
         self._running += 1
         try:
-            await asyncio.sleep(delay)
+            with Watch(receive):
+                await asyncio.sleep(delay)
             events = _events(told, seconds, max(every, SHORTEST))
             await StreamingResponse(events, media_type="text/event-stream")(scope, receive, send)
         finally:
