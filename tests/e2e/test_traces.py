@@ -271,6 +271,7 @@ async def counts(router: RunningRouter, ended: int, sent: int, failed: int) -> N
     assert shown.value == ended
 
 
+@pytest.mark.alone("each process has an exporter of its own")
 async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collector: Collector) -> None:
     collector.server.always(script(reply(status=400)))
     router = await stage.router(await stage.worker(), **ON)
@@ -281,6 +282,7 @@ async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collecto
     await counts(router, 2, 1, 1)
 
 
+@pytest.mark.alone("each process has an exporter of its own")
 async def test_requests_do_not_wait_for_a_collector_that_is_silent(
     stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
