@@ -25,8 +25,6 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
-from miles_router.discovery.discovery import Discovery
-from miles_router.discovery.sources import parse_source
 from miles_router.edge import RouterApp
 from miles_router.engines.known import CLIENT_PATHS
 from miles_router.errors import (
@@ -39,6 +37,7 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import LEAST_IN_FLIGHT, Checked, LeastInFlight
+from miles_router.fleet.sources import parse_source
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
@@ -62,6 +61,7 @@ from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
+from miles_router.pools.discovery import Discovery
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
 from miles_router.reach.route import Reach

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Answer(NamedTuple):
+class OutsideAnswer(NamedTuple):
     """An answer, and the seconds after the request at which each piece of its body arrived."""
 
     status: int
@@ -60,7 +60,7 @@ class Outside:
 
     def ask(
         self, method: str, target: str, body: bytes | None = None, *, key: bool = True, patience: float = PATIENCE
-    ) -> Answer:
+    ) -> OutsideAnswer:
         """Send a request and read the whole answer. Raises OSError or http.client.HTTPException."""
         kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
         connection = kind(self.host, self._port, timeout=patience)
@@ -73,7 +73,7 @@ class Outside:
             while piece := answer.read1(65536):
                 pieces.append(piece)
                 arrived.append(time.monotonic() - began)
-            return Answer(answer.status, b"".join(pieces), arrived)
+            return OutsideAnswer(answer.status, b"".join(pieces), arrived)
         finally:
             connection.close()
 
@@ -170,7 +170,7 @@ def _silence(outside: Outside, idle: float) -> Finding:
                    "heartbeats come every --heartbeat-interval seconds")  # fmt: skip
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: OutsideAnswer) -> str:
     return " ".join(answer.body[:200].decode("latin-1").split()) or "no reason"
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from miles_router.discovery.sources import sources_problem
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.fleet.affinity import NAMES, invalid_name_reason
 from miles_router.fleet.pool import ReadmitPolicy
+from miles_router.fleet.sources import sources_problem
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
 from miles_router.settings.keys import key_problem

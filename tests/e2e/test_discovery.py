@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.discovery.sources import parse_source
+from miles_router.fleet.sources import parse_source
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import JSON
 from tests.support.http import ask

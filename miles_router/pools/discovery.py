@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from miles_router import tasks
-from miles_router.discovery.sources import Listed, Source, Unread
 from miles_router.errors import NotFound, RouterError
+from miles_router.fleet.sources import Listed, Source, SourceUnreadable
 from miles_router.fleet.workers import DISCOVERED, WorkerState
 from miles_router.metrics import Statistics, counter, gauge
 from miles_router.pools.pools import Pools
@@ -26,7 +26,7 @@ FIRST_READ = 5.0
 
 
 class DiscoveryStatistics(Statistics, prefix="miles_router_discovery"):
-    """What discovery read and did."""
+    """Counts of reads, and of workers added and drained."""
 
     listed = gauge("Workers that each source lists.", by="source")
     failures = counter("Reads of a source that failed or were incomplete; its last list stays valid.", by="source")
@@ -36,7 +36,7 @@ class DiscoveryStatistics(Statistics, prefix="miles_router_discovery"):
 
 
 class _Read:
-    """What one source listed so far."""
+    """The list of one source, as far as it was read."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -50,7 +50,7 @@ class _Read:
         a file may be read while it is rewritten, and one answer of a DNS server may be incomplete."""
         try:
             found = {each["url"]: each for each in await self.source.read()}
-        except Unread as error:
+        except SourceUnreadable as error:
             if self.problem != str(error):
                 fields = {"source": self.source.name, "reason": str(error)}
                 logger.warning("discovery_unread", extra={"fields": fields})

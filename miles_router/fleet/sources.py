@@ -20,11 +20,11 @@ Listed = Mapping[str, str]
 MAX_FILE_BYTES, MAX_WORKERS = 4 * 1024 * 1024, 10_000
 MAX_PORT = 65535
 DNS, FILE = "dns://", "file:"
-#: What a line or a DNS source may say of a worker beside its address.
+#: The fields that a line or a DNS source may have beside the address.
 FIELDS = frozenset({"model_id", "worker_type", "bootstrap_port", "labels", "priority", "cost", "api_key"})
 
 
-class Unread(Exception):
+class SourceUnreadable(Exception):
     """A source could not be read, or what was read may be incomplete; its last list stays valid."""
 
 
@@ -36,7 +36,7 @@ class Source(ABC):
 
     @abstractmethod
     async def read(self) -> Sequence[Listed]:
-        """Return the workers that the source lists now. Raises Unread if that is not known."""
+        """Return the workers that the source lists now. Raises SourceUnreadable if that is not known."""
 
 
 class DnsSource(Source):
@@ -50,7 +50,7 @@ class DnsSource(Source):
         try:
             found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            raise Unread(f"{self._host} cannot be resolved: {error}") from None
+            raise SourceUnreadable(f"{self._host} cannot be resolved: {error}") from None
         hosts = dict.fromkeys(str(address[0]) for *_, address in found)
         urls = [f"http://{f'[{host}]' if ':' in host else host}:{self._port}" for host in hosts]
         return [{**self._fields, "url": url} for url in urls]
@@ -73,7 +73,7 @@ class FileSource(Source):
             content = await asyncio.get_running_loop().run_in_executor(None, self._content)
             return parse_file(content.decode())
         except (OSError, ValueError) as error:
-            raise Unread(f"{self._path}: {error}") from None
+            raise SourceUnreadable(f"{self._path}: {error}") from None
 
     def _content(self) -> bytes:
         with self._path.open("rb") as file:
