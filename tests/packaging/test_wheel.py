@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-LISTENING = re.compile(r"listening +(http://\S+)")
+LISTENING = re.compile(r"(?:listening +|worker at )(http://\S+)")
 MIDDLEWARES = (
     "middleware_hub.radix_tree_middleware.RadixTreeMiddleware",
     "middleware_hub.openai_session_middleware.OpenAISessionMiddleware",
@@ -141,7 +141,9 @@ async def test_with_its_extras_the_wheel_has_the_three_middlewares_and_a_worker(
     model = checkpoint()
     checked = run(commands / "miles-router", "check", MIDDLEWARES[2], cwd=tmp_path)
     assert "passed" in checked or "ok" in checked, checked
-    async with serving(commands / "miles-router-worker", "--tokenizer", model, log=tmp_path / "worker") as worker:
+    async with serving(
+        commands / "miles-router-worker", "--tokenizer", model, "--moe", "4x8x2", log=tmp_path / "worker"
+    ) as worker:
         given = ("--worker-urls", worker, "--hf-checkpoint", model, "--middleware-paths", *MIDDLEWARES)
         async with serving(commands / "miles-router", *given, log=tmp_path / "router") as url:
             text = b'{"text": "Hi", "sampling_params": {"max_new_tokens": 4}}'
