@@ -148,6 +148,7 @@ async def test_settings_and_middlewares_add_to_that_list(stage: Stage) -> None:
             assert {path: (await tried(router, path, headers=headers)).status for path in statuses} == statuses
 
 
+@pytest.mark.alone("a route is no setting that a file can hold")
 async def test_middleware_routes_are_open_to_clients_and_their_neighbours_are_not(stage: Stage) -> None:
     worker = await stage.worker()
     own = {"power": "routes", "given": [Route("/odd/{name}/", JSONResponse({}))]}

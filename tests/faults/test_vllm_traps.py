@@ -205,6 +205,7 @@ async def test_what_a_hung_core_has_is_given_up_and_goes_on_elsewhere(stage: Sta
         assert len(answer["output_ids"]) == 200
         assert len(well.sampled) == 1
         sick.hang(hung=False)
+        await until(lambda: not sick.generating, "what was given up has ended there")
 
 
 async def test_a_pause_behind_the_router_takes_a_worker_out_until_it_ends(stage: Stage) -> None:

@@ -208,6 +208,10 @@ class SimulatedVLLM:
         while not may():
             await self._turned.wait()
 
+    @property
+    def generating(self) -> bool:
+        return bool(self._running)
+
     def _turn(self) -> None:
         """Something has changed that others wait for."""
         turned, self._turned = self._turned, asyncio.Event()
