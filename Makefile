@@ -28,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # What each change is tried with on routers of several processes; `make processes` has all.
 CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_by_hop or expects or spelled or drain"
 
-.PHONY: help demo docs test processes nightly heavy fuzz soak unit coverage install lint types imports sglang vllm tokenizers agents clients bench placement npm train
+.PHONY: help demo docs test processes nightly heavy fuzz soak unit coverage install lint types imports wheel sglang vllm tokenizers agents clients bench placement npm train
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -74,6 +74,11 @@ coverage: install tokenizers agents chromium ## which branches the tests without
 	@$(BIN)/coverage report
 
 install: $(VENV)/.installed-dev ## the virtual environment with the package and its development tools
+
+wheel: install ## wheel and sdist into dist/, each installed into an empty environment and tried
+	@$(call say,the package)
+	@rm -rf dist && $(BIN)/python -m build --outdir dist && $(BIN)/python -m twine check --strict dist/*
+	@$(PYTEST) tests/packaging
 
 docs: install ## the documentation as a site, in build/site; a broken link fails
 	@$(call say,mkdocs)

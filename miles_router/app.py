@@ -37,6 +37,7 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import LEAST_IN_FLIGHT, Checked, LeastInFlight
+from miles_router.fleet.sources import parse_source
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
@@ -60,8 +61,10 @@ from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
+from miles_router.pools.discovery import Discovery
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
+from miles_router.reach.route import Reach
 from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.shards.role import ProcessRole
@@ -126,7 +129,14 @@ def create_app(
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
         metrics.register(numbers)
-    routes.lifespan_context = _lifespan(layers, role, owners, pools, upstream, store, registrations, loop_delay)
+    discovery = None
+    if config.discover and role.checks_health:
+        sources = [parse_source(each) for each in config.discover]
+        discovery = Discovery(sources, admin.registry, pools, interval=config.health_check_interval)
+        router.publish("discovery", discovery.statistics)
+    routes.lifespan_context = _lifespan(
+        layers, role, owners, pools, upstream, store, registrations, loop_delay, discovery
+    )
     _register_metrics(router, layers)
     return RouterApp(
         config=config,
@@ -291,6 +301,7 @@ def _own_routes(
     added = [route for layer in layers if isinstance(layer, HasOpenRoutes) for route in layer.open_routes()]
     guarded = [route for layer in layers if isinstance(layer, HasAdminRoutes) for route in layer.admin_routes()]
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
+    reach = Reach(config.public_url).route()
     groups = [
         [*admin.open_routes(), *added],
         [*role.routes(admin.guarded_routes()), *guarded],  # the process that gets a request answers a middleware's
@@ -308,19 +319,19 @@ def _own_routes(
     ):
         if twice := others & {*paths}:
             raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
-    _check_routes(added, guarded, extra, own={*map(_path, own)}, control={*control})
+    _check_routes(added, guarded, extra, own={*map(_path, own), _path(reach)}, control={*control})
     access_rules = AccessRules(
         Keys(data_keys(config), admin_keys(config)),
         opened=opened,
         administration=administration,
         control=control,
-        routes=extra,
+        routes=(*extra, reach),
         listed=(*CLIENT_PATHS, *config.data_paths, *layered),
         keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
     )
     fences = _fences((*opened, *administration, *control))
-    layers_own = _fences(_path(route) for route in extra if isinstance(route, Route))
-    return OwnRoutes((*chain(*groups), *fences, *extra, *layers_own), default=stack), access_rules
+    layers_own = _fences(_path(route) for route in (*extra, reach) if isinstance(route, Route))
+    return OwnRoutes((*chain(*groups), *fences, *extra, reach, *layers_own), default=stack), access_rules
 
 
 def _check_routes(
@@ -404,6 +415,7 @@ def _lifespan(
     store: StateStore | None,
     registrations: Registrations,
     loop_delay: LoopDelay,
+    discovery: Discovery | None,
 ) -> Lifespan[Any]:
     """Return the lifespan: it restores the workers, then starts health checks and middlewares, outermost first.
 
@@ -420,6 +432,8 @@ def _lifespan(
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
             await running.enter_async_context(role.running(pools))
+            if discovery is not None:
+                await running.enter_async_context(discovery.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

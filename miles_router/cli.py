@@ -30,6 +30,7 @@ commands:
   miles-router state DIR [OWNER]      list the contents of a state directory, or write an owner's as lines of JSON
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
   miles-router view FILE              write a page that shows a file of samples token by token (view --help)
+  miles-router reach URL              check from outside what an agent in a remote sandbox needs (reach --help)
   miles-router ray --nodes N [options]  start one router on N machines of a Ray cluster (docs/scale.md)
   miles-router audit --router URL     compare recorded logprobs with those of the engines (audit --help)
 
@@ -313,6 +314,12 @@ def _audit(arguments: Sequence[str]) -> int:
     return status
 
 
+def _reach(arguments: Sequence[str]) -> int:
+    from miles_router.reach.command import run
+
+    return run(arguments)
+
+
 def _found(command: str, path: str) -> Callable[..., Any]:
     """Import the function at a dotted path.
 
@@ -330,4 +337,4 @@ def _found(command: str, path: str) -> Callable[..., Any]:
 #: Commands that take the flags of all settings.
 ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check, "state": _show_state}
 #: Commands that parse their own arguments; each returns its exit status.
-APART = {"audit": _audit, "ray": _ray, "view": _view}
+APART = {"audit": _audit, "ray": _ray, "reach": _reach, "view": _view}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from weakref import WeakValueDictionary
 
 import orjson
 from starlette.requests import Request
@@ -18,18 +16,17 @@ from miles_router import tasks
 from miles_router.asgi.exchange import Exchange
 from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
-from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
-from miles_router.fleet.workers import BOOTSTRAP_PORT, ROLE, Role, Worker, WorkerState
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
-from miles_router.settings.config import FIELDS, model_id_problem, shown
+from miles_router.pools.registry import WorkerRegistry, url_of
+from miles_router.settings.config import FIELDS, shown
 from miles_router.version import __version__
 
-#: Fields of `POST /workers` besides the URL, the key and the fields of a prefill/decode half. Answers show all of them.
-ATTRIBUTES = ("model_id", "labels", "priority", "cost")
-MAX_PORT = 65535
-MAX_ATTRIBUTES_BYTES = 4096
 MAX_ADMIN_BODY = 64 * 1024
+#: Most characters of a wrong argument in an error message.
+SHOWN = 100
 TRUE = frozenset({"1", "true", "yes"})
 FALSE = frozenset({"", "0", "false", "no"})
 
@@ -48,13 +45,12 @@ class Admin:
 
     def __init__(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> None:
         self._pools = pools
-        self._registrations = registrations
+        self.registry = WorkerRegistry(pools, registrations)
         self._router = pools.default.router
         self._stack = stack
         #: Sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` sets merged ones.
         self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
         self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
-        self._changing = WeakValueDictionary[str, asyncio.Lock]()
         self._started = time.time()
 
     def open_routes(self) -> list[BaseRoute]:
@@ -76,6 +72,7 @@ class Admin:
             Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
             Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
+            Route("/router/capacity", self.capacity, methods=["GET"]),
             Route("/router/weight_version", self.set_weight_version, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
@@ -84,7 +81,7 @@ class Admin:
     # Workers, the spelling of slime and miles
 
     async def add_worker(self, request: Request) -> Response:
-        worker = await self._add(await _arguments(request))
+        worker = await self.registry.add(await _arguments(request))
         said = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
         return Json({"status": "success", "worker_urls": self._in_flight(), **said})
 
@@ -98,7 +95,7 @@ class Admin:
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
-        await self._remove(_url(arguments).url, drain=_flag(arguments, "drain"))
+        await self.registry.remove(url_of(arguments).url, drain=_flag(arguments, "drain"))
         return Json({"status": "success", "worker_urls": self._in_flight()})
 
     async def list_workers(self, request: Request) -> Response:
@@ -109,7 +106,7 @@ class Admin:
     # Workers, the REST spelling of the SGLang gateway
 
     async def create_worker(self, request: Request) -> Response:
-        return Json((await self._add(await _arguments(request))).describe(), status_code=201)
+        return Json((await self.registry.add(await _arguments(request))).describe(), status_code=201)
 
     async def show_workers(self, request: Request) -> Response:
         workers = [worker.describe() for worker in self._pools.workers]
@@ -120,7 +117,7 @@ class Admin:
 
     async def delete_worker(self, request: Request) -> Response:
         _, worker = self._named(request)
-        await self._remove(worker.url, drain=_flag(request.query_params, "drain"))
+        await self.registry.remove(worker.url, drain=_flag(request.query_params, "drain"))
         return Json({"status": "success", "id": worker.address.id, "url": worker.url})
 
     # The router itself
@@ -151,6 +148,35 @@ class Admin:
             "statistics": self.statistics(),
             "config": {name: shown(config, name) for name in FIELDS},
         }
+
+    async def capacity(self, request: Request) -> Response:
+        """Answer how many more episodes may begin (`room`) on the workers of one model.
+
+        The query's `tokens` is the length that an episode is expected to reach; by default the mean of what the
+        sessions hold now. `room` is null if that is not known, or if an engine does not report its memory.
+        """
+        pool = self._pools.of_id(request.query_params.get("model_id"))
+        tokens = _length(request.query_params.get("tokens"))
+        units = [unit for group in (pool.fleet.snapshot.generating, pool.fleet.snapshot.prefill) for unit in group]
+        sessions, held = sum(unit.sessions for unit in units), sum(unit.tokens for unit in units)
+        if tokens is None and sessions and held:
+            tokens = -(-held // sessions)
+        sizes = [unit.capacity for unit in units]
+        shown = await self.shown()
+        gate = shown["pools"][pool.name]["gate"] if pool.name in shown.get("pools", ()) else shown["gate"]
+        room = None if tokens is None else pool.fleet.pool.admission.count(tokens)
+        return Json(
+            {
+                "room": None if room is None else max(0, room - gate["held"]),
+                "waiting": gate["held"],
+                "sessions": sessions,
+                "tokens_per_session": tokens,
+                "tokens_held": held,
+                "tokens_capacity": None if None in sizes else sum(size or 0 for size in sizes),
+                "workers": len(pool.fleet.snapshot.generating),
+                "paused": gate["closed"],
+            }
+        )
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of middlewares and of the router's parts, by group."""
@@ -194,57 +220,6 @@ class Admin:
         return Response(text, media_type=MEDIA_TYPE)
 
     # What they share
-
-    async def _add(self, arguments: Mapping[str, Any]) -> Worker:
-        address = _url(arguments)
-        api_key = arguments.get("api_key")
-        if api_key is not None and (not isinstance(api_key, str) or not api_key.isascii() or not api_key.isprintable()):
-            raise BadRequest("api_key must be a string of printable ASCII")
-        attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments} | _half(arguments)
-        if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
-            raise BadRequest(f"a worker's attributes may take at most {MAX_ATTRIBUTES_BYTES} bytes of JSON")
-        async with self._one_by_one(address.url):
-            pool, known = await self._pool_of(address, arguments.get("model_id"))
-            if pool.name and (attributes or not known):  # without new attributes, a known worker keeps its old ones
-                attributes["model_id"] = pool.name
-            worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
-            await self._registrations.hold(worker, pool.name)
-        return worker
-
-    def _one_by_one(self, url: str) -> asyncio.Lock:
-        """Return the lock for changes to one worker: its registration in memory and on disk must change together."""
-        lock = self._changing.get(url)
-        if lock is None:
-            lock = self._changing[url] = asyncio.Lock()
-        return lock
-
-    async def _pool_of(self, address: WorkerUrl, model_id: object) -> tuple[ModelPool, bool]:
-        """Return the pool for a worker, and whether the worker is already registered in it.
-
-        Raises:
-            BadRequest: the model id is invalid, or the worker is registered for another model.
-        """
-        if model_id is not None and (problem := model_id_problem(model_id)):
-            raise BadRequest(f"model_id: {problem}")
-        with suppress(NotFound):
-            pool, _ = self._pools.holding(address.url)
-            if model_id not in (None, pool.name):
-                where = f"for the model {pool.name!r}" if pool.name else "without a model_id"
-                raise BadRequest(f"{address.url} is registered {where}; remove it first")
-            return pool, True
-        return await self._pools.open(None if model_id is None else str(model_id)), False
-
-    async def _remove(self, url: str, *, drain: bool) -> None:
-        gone = asyncio.Event()
-        async with self._one_by_one(url):
-            pool, worker = self._pools.holding(url)
-            await self._registrations.drop(worker)
-            if drain:
-                pool.fleet.pool.drain(worker, gone.set)
-            else:
-                pool.fleet.pool.remove(worker)
-                gone.set()
-        await gone.wait()
 
     def _named(self, request: Request) -> tuple[ModelPool, Worker]:
         """Return the pool and the worker that the path names, by id or by percent-encoded URL."""
@@ -299,30 +274,13 @@ async def _arguments(request: Request) -> dict[str, Any]:
     return arguments
 
 
-def _url(arguments: Mapping[str, Any]) -> WorkerUrl:
-    given = arguments.get("url", arguments.get("worker_url"))
-    if given is None:
-        raise BadRequest("url is required, as a query parameter or in a JSON body")
-    return parse_worker_url(given)
-
-
-def _half(arguments: Mapping[str, Any]) -> dict[str, object]:
-    """Return a worker's role and a prefill worker's bootstrap port, if given. The port may be a string of digits.
-
-    Raises:
-        BadRequest: the role or port is invalid, or a prefill worker has no port.
-    """
-    role, port = arguments.get(ROLE), arguments.get(BOOTSTRAP_PORT)
-    if role is not None and role not in list(Role):
-        raise BadRequest(f"{ROLE} must be one of {', '.join(Role)}, got {role!r}")
-    if isinstance(port, str) and port.isdecimal():
-        port = int(port)
-    if port is not None and (type(port) is not int or not 0 < port <= MAX_PORT):
-        raise BadRequest(f"{BOOTSTRAP_PORT} must be a port, got {arguments[BOOTSTRAP_PORT]!r}")
-    if role == Role.PREFILL and port is None:
-        raise BadRequest(f"a prefill worker needs its {BOOTSTRAP_PORT} (--disaggregation-bootstrap-port)")
-    given = {ROLE: role, BOOTSTRAP_PORT: port}
-    return {name: value for name, value in given.items() if value is not None}
+def _length(text: str | None) -> int | None:
+    """Return a number of tokens from a query, None if it is not given. Raises BadRequest if it is not one."""
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdecimal() or not 0 < len(text) < 10 or int(text) == 0:
+        raise BadRequest(f"tokens must be a positive number of tokens, got {text[:SHOWN]!r}")
+    return int(text)
 
 
 def _flag(arguments: Mapping[str, Any], name: str) -> bool:

@@ -107,6 +107,11 @@ class WorkerPool(WorkerTable):
             self._update(known, api_key, attributes)
             self.make_ready(known, weight_version)
             return known
+        worker = self._create(address, api_key, attributes)
+        self._make_ready(worker, weight_version, before=None)
+        return worker
+
+    def _create(self, address: WorkerUrl, api_key: str | None, attributes: Mapping[str, object] | None) -> Worker:
         # A worker that was removed and returns while old requests still run keeps counting them.
         worker = self._leaving.pop(address.url, None)
         if worker is None:
@@ -117,17 +122,18 @@ class WorkerPool(WorkerTable):
             worker.caches.change(worker.weight_version, new_number())  # its old requests may still fill caches
             worker.failures, worker.weight_version = 0, None
         self._register(worker)
-        self._make_ready(worker, weight_version, before=None)
         return worker
 
-    def add_unreached(self, address: WorkerUrl) -> Worker:
-        """Register a configured worker and return it. It is not routable before it has answered a check, unless failed
-        checks do not quarantine workers."""
+    def add_unreached(
+        self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
+    ) -> Worker:
+        """Register a worker like `add`; a new one is not routable before it passes a check, if checks quarantine."""
         if (known := self._workers.get(address.url)) is not None:
+            self._update(known, api_key, attributes)
             return known
         if self._failure_threshold >= NEVER:
-            return self.add(address)
-        self._register(worker := Worker(address, now=self._now()))
+            return self.add(address, api_key=api_key, attributes=attributes)
+        worker = self._create(address, api_key, attributes)
         self._move(worker, WorkerState.UNREACHED, EXPECTED, before=None)
         return worker
 
@@ -143,7 +149,6 @@ class WorkerPool(WorkerTable):
         worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
         worker.weight_version, worker.missed_update = weight_version, self.unnamed_weights
         self._move(worker, WorkerState.READY, REGISTERED, before=before)
-        self._settle_weights()
 
     def set_unreached_reason(self, worker: Worker, reason: str) -> None:
         """Set the reason why a worker has not answered yet. Listeners are called only when the reason changes."""
@@ -181,8 +186,7 @@ class WorkerPool(WorkerTable):
         self._settle_weights()
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
-        """Send no new requests to a worker and remove it after its last one. `when_idle` is called then, or when the
-        worker is registered again before that."""
+        """Send a worker no new requests, and remove it after its last. Then call `when_idle`, or if it is re-added."""
         if worker.state is not DRAINING:
             self._move(worker, DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
@@ -388,21 +392,18 @@ class WorkerPool(WorkerTable):
         """Record that a paused worker generates again."""
         if self._is_in(worker, WorkerState.PAUSED):
             self._move(worker, WorkerState.READY, "resumed", before=worker.state)
-            self._settle_weights()
 
     def readmission_refused(self, worker: Worker) -> str | None:
         """Return why the readmission setting keeps a recovered worker out, or None if the worker may return."""
         if self._readmit == "never":
             return "the readmission policy is 'never': remove and add the worker"
-        same = self._readmit == "same-weights"
-        return other_weights(worker, self.weight_version, must_say=True) if same else None
+        return other_weights(worker, self.weight_version, must_say=True) if self._readmit == "same-weights" else None
 
     def readmit(self, worker: Worker, reason: str) -> bool:
         """Make a quarantined worker routable again if the readmission setting permits it. Return True if it is."""
         if not self._is_in(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
             return False
         self._move(worker, WorkerState.READY, reason, before=worker.state)
-        self._settle_weights()
         return True
 
     def set_quarantine_reason(self, worker: Worker, reason: str) -> None:

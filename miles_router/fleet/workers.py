@@ -53,6 +53,8 @@ REGISTERED, EXPECTED = "registered", "named in the configuration, and has not an
 
 #: The attributes that make a worker one half of a pair.
 ROLE, BOOTSTRAP_PORT = "worker_type", "bootstrap_port"
+#: The attribute of a worker that discovery added: the source that lists it.
+DISCOVERED = "discovered"
 
 
 class Pulse:
@@ -313,8 +315,10 @@ def other_weights(worker: Worker, version: str | None, *, must_say: bool = False
 
     Args:
         version: the fleet's weight version; None if unknown.
-        must_say: a worker that reports no version counts as different.
+        must_say: a worker that reports no version counts as different. A discovered worker always does: its engine may
+            have started with the weights from its disk, and no program has vouched for it.
     """
+    must_say |= DISCOVERED in worker.attributes
     if worker.missed_update:
         return "it missed the fleet's last weight update, which named no version"
     if version is not None and worker.weight_version not in ((version,) if must_say else (None, version)):

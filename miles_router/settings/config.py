@@ -17,6 +17,7 @@ from typing import Any, Literal, get_type_hints
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.fleet.affinity import NAMES, invalid_name_reason
 from miles_router.fleet.pool import ReadmitPolicy
+from miles_router.fleet.sources import sources_problem
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
 from miles_router.settings.keys import key_problem
@@ -117,6 +118,9 @@ class RouterConfig:
     processes: int = setting(1, "processes that serve requests on one port; about one for each core", _processes)
     worker_urls: tuple[str, ...] = setting(
         (), "workers to start with, each routable once it answers; others register with POST /add_worker", _worker_urls
+    )
+    discover: tuple[str, ...] = setting(
+        (), "where to find workers that do not register: dns://NAME:PORT, file:PATH", sources_problem
     )
     model_id: str | None = setting(
         None, "the model of workers that register without a model_id, and of the middlewares", _model_id

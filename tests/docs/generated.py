@@ -21,6 +21,7 @@ from miles_router.engines.control import SLOW
 from miles_router.engines.known import CLIENT_PATHS, CONTROL
 from miles_router.generation.attempt import ResumeStatistics
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
+from miles_router.pools.discovery import DiscoveryStatistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.shards.forwarding import ForwardStatistics
 from miles_router.shards.merged_view import ShardStatistics
@@ -138,6 +139,7 @@ TABLES: dict[str, Callable[[], str]] = {
         ClientStatistics,
         ForwardStatistics,
         StateStatistics,
+        DiscoveryStatistics,
         ShardStatistics,
     ),
     "fan_out": fan_out,

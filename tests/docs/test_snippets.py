@@ -13,6 +13,7 @@ import pytest
 
 from miles_router import cli
 from miles_router.app import create_app
+from miles_router.reach import command as reach
 from miles_router.settings.config import load
 from miles_router.testing.demo import __main__ as demo
 from miles_router.testing.worker import cli as worker_cli
@@ -51,11 +52,13 @@ def runs_make(arguments: list[str]) -> None:
 
 
 def installs(arguments: list[str]) -> None:
-    """`install -e .` or with extras that exist."""
+    """`install -e .` or `install miles-router`, alone or with extras that exist."""
     optional = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
     extras = re.findall(r"^(\w+) = \[", optional.partition("\n\n")[0], re.MULTILINE)
-    assert arguments[:2] == ["install", "-e"]
-    assert set(re.findall(r"\w+", arguments[2].lstrip("."))) <= {*extras}
+    assert arguments[0] == "install"
+    found = re.fullmatch(r"(?:-e \.|miles-router)(?:\[([\w,]+)\])?", " ".join(arguments[1:]))
+    assert found
+    assert {*filter(None, (found[1] or "").split(","))} <= {*extras}
 
 
 def runs_python(arguments: list[str]) -> None:
@@ -75,15 +78,31 @@ def fetches(arguments: list[str]) -> None:
 
 
 def runs_router(arguments: list[str]) -> None:
-    if arguments[0] == "ray":
+    if arguments[0] == "reach":
+        reach.parser().parse_args(arguments[1:])
+    elif arguments[0] == "ray":
         cli.ray_parser().parse_args(arguments[1:])
     else:
         cli.parser().parse_args(arguments)
 
 
+def runs_container(arguments: list[str]) -> None:
+    """`docker build` of the Dockerfile here, or `docker run` with the router's arguments behind the image."""
+    assert arguments[0] in ("build", "run")
+    if arguments[0] == "run":
+        cli.parser().parse_args(arguments[arguments.index("miles-router") + 1 :])
+
+
+def has_file(arguments: list[str]) -> None:
+    assert (ROOT / arguments[-1]).is_file()
+
+
 CHECKS: dict[str, Callable[[list[str]], object]] = {
     "curl": fetches,
+    "docker": runs_container,
     "make": runs_make,
+    "nginx": has_file,
+    "sbatch": has_file,
     "miles-router": runs_router,
     "miles-router-worker": lambda arguments: worker_cli.build_parser().parse_args(arguments),
     "pip": installs,

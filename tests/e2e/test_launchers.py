@@ -7,6 +7,7 @@ import os
 import signal
 import stat
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from miles_router.cli import parser
+from miles_router.settings.config import FIELDS, load
 from miles_router.testing import SimulatedWorker
 from tests.support.http import ask
 from tests.support.ports import free_ports
@@ -24,14 +26,55 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 JSON = [("Content-Type", "application/json")]
 
 
-def manifests() -> list[dict[str, Any]]:
-    text = (CONFIGS / "kubernetes" / "shards.yaml").read_text(encoding="utf-8")
-    return [*yaml.safe_load_all(text)]
+def manifests(name: str = "shards.yaml") -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all((CONFIGS / "kubernetes" / name).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_the_manifest_is_what_kubernetes_takes(place: int) -> None:
-    kubernetes_validate.validate(manifests()[place], "1.33", strict=True)
+@pytest.mark.parametrize("name", ["shards.yaml", "router.yaml", "engines.yaml"])
+def test_the_manifests_are_what_kubernetes_takes(name: str) -> None:
+    for each in manifests(name):
+        kubernetes_validate.validate(each, "1.33", strict=True)
+
+
+def test_the_router_s_manifest_finds_its_engines_and_outlives_its_requests() -> None:
+    service, engines, router = manifests("router.yaml")
+    (workers,) = manifests("engines.yaml")
+    spec = router["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    config = load(vars_of(parser().parse_args(container["args"])), {}).config
+    (source,) = config.discover
+    assert source == f"dns://{engines['metadata']['name']}:{engines['spec']['ports'][0]['port']}"
+    assert engines["spec"]["clusterIP"] == "None"
+    assert engines["spec"]["selector"] == workers["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == router["spec"]["template"]["metadata"]["labels"]
+    assert spec["terminationGracePeriodSeconds"] > config.shutdown_timeout
+    probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "startup", "readiness")}
+    assert probes == {"liveness": "/liveness", "startup": "/health", "readiness": "/readiness"}
+    assert {f"MILES_ROUTER_{name.upper()}" for name in ("api_key", "admin_api_key")} == {
+        each["name"] for each in container["env"]
+    }
+
+
+def vars_of(options: Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name in FIELDS and value is not None}
+
+
+def test_the_kustomization_names_files_that_are_there() -> None:
+    found = yaml.safe_load((CONFIGS / "kustomization.yaml").read_text(encoding="utf-8"))
+    (dashboard,) = found["configMapGenerator"]
+    for name in (*found["resources"], *dashboard["files"]):
+        assert (CONFIGS / name).is_file()
+    assert set(found) == {"apiVersion", "kind", "resources", "configMapGenerator"}
+
+
+def test_the_image_runs_the_wheel_as_a_user_without_rights() -> None:
+    lines = [line.strip() for line in (CONFIGS.parent / "Dockerfile").read_text(encoding="utf-8").splitlines()]
+    last = lines.index("FROM ${PYTHON}")
+    assert "USER 10001" in lines[last:]
+    (entry,) = [line.removeprefix("ENTRYPOINT ") for line in lines if line.startswith("ENTRYPOINT")]
+    assert parser().parse_args(yaml.safe_load(entry)[1:]).host == "0.0.0.0"
+    kept = (CONFIGS.parent / ".dockerignore").read_text(encoding="utf-8").split("!")[1:]
+    assert {"LICENSE", "README.md", "pyproject.toml", "miles_router"} <= {each.split()[0] for each in kept}
 
 
 def test_the_manifest_starts_as_many_shards_as_it_tells_each_part() -> None:
@@ -53,6 +96,14 @@ for ((task = 0; task < count; task++)); do
 done
 trap 'kill $(jobs -p)' TERM
 wait
+"""
+#: Runs a step of one task for each node and place.
+SRUN_ALL = """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+SLURM_PROCID=0 SLURM_LOCALID=0 exec "$@"
+"""
+ONE_NODE = """#!/bin/bash
+echo 127.0.0.1
 """
 SCONTROL = """#!/bin/bash
 printf '127.0.0.1\\n127.0.0.1\\n'
@@ -79,6 +130,31 @@ async def test_the_script_for_slurm_starts_one_router(tmp_path: Path) -> None:
         finally:
             os.killpg(job.pid, signal.SIGKILL)
             await job.wait()
+
+
+async def test_the_script_for_slurm_starts_workers_that_a_router_finds(tmp_path: Path) -> None:
+    for name, text in (("srun", SRUN_ALL), ("scontrol", ONE_NODE)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(stat.S_IRWXU)
+    port, first = free_ports(2)
+    own = {"SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "one", "SLURM_NTASKS_PER_NODE": "1", "SHARED": str(tmp_path)}
+    own |= {"PORT": str(port), "WORKER_PORT": str(first), "WORKER": "miles-router-worker"}
+    own |= {"SETTINGS": "--health-check-interval 0.5"}
+    own |= {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    with (tmp_path / "log").open("wb") as log:
+        job = await asyncio.create_subprocess_exec(
+            *("bash", str(CONFIGS / "slurm" / "workers.sbatch")),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **own},
+            start_new_session=True,
+        )
+    try:
+        await answers(f"http://127.0.0.1:{port}", job)
+        assert (tmp_path / "workers-8").read_text() == f"http://127.0.0.1:{first}\n"
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        await job.wait()
 
 
 async def answers(url: str, job: asyncio.subprocess.Process) -> None:

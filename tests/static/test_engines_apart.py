@@ -21,7 +21,10 @@ FOLDERS = sorted({ENGINES / kind.__module__.split(".")[-2] for kind in known.KIN
 #: They speak the API from outside, as clients and workers do, and import nothing of the server.
 OUTSIDE = (HOUSE / "client", HOUSE / "testing", HUB / "view")
 #: Paths of the router's own that an engine has too, and the module that has them.
-OWN = {HOUSE / "admin" / "routes.py": {"/health", "/metrics"}}
+OWN = {
+    HOUSE / "admin" / "routes.py": {"/health", "/metrics"},
+    HOUSE / "reach" / "command.py": {"/health", "/metrics", "/v1/models"},
+}
 #: Names of others that an engine has too: of Hugging Face, of OpenAI, and of the router itself (of registrations, too).
 OF_OTHERS = {
     *("chat_template", "top_logprobs", "request_id", "resp_", "bootstrap_port", "stream_options", "reasoning_text"),

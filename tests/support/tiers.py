@@ -42,6 +42,7 @@ NIGHTLY = frozenset(
         "tests/faults/test_state_of_sessions.py",
         "tests/faults/test_text_kills.py",
         "tests/fuzz/test_fuzz.py",
+        "tests/packaging/test_wheel.py",
     }
 )
 #: Of these, the tests on real SGLang are left to the heavy tier.

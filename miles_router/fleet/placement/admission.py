@@ -58,6 +58,23 @@ class Admission:
             all(unit.capacity is not None and unit.capacity < tokens for unit in units) for units in self._groups
         )
 
+    def count(self, tokens: int) -> int | None:
+        """Return how many sessions of `tokens` tokens each have room now, without those in the queue.
+
+        Without a limit (`share` 0) they may hold the whole memory. A unit without sessions has room for at least one.
+        None if an engine has not reported its memory.
+        """
+        self._homes.expire()
+        counts = []
+        for units in self._groups:
+            if any(unit.capacity is None for unit in units):
+                return None
+            free = [(self._share or 1.0) * (unit.capacity or 0) - unit.tokens for unit in units]
+            counts.append(
+                sum(max(int(room // tokens), 0 if unit.sessions else 1) for unit, room in zip(units, free, strict=True))
+            )
+        return min(counts, default=0)
+
     def units_with_room(self, key: str | None, units: Sequence[Unit], tokens: int) -> Sequence[Unit]:
         """Return the units where a generation may go: all, unless it begins a session and some units have room."""
         if not tokens or not self.begins_session(key):

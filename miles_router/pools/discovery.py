@@ -1,0 +1,153 @@
+"""Discovery: adds the workers that sources list, and drains those that are listed no more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from miles_router import tasks
+from miles_router.errors import NotFound, RouterError
+from miles_router.fleet.sources import Listed, Source, SourceUnreadable
+from miles_router.fleet.workers import DISCOVERED, WorkerState
+from miles_router.metrics import Statistics, counter, gauge
+from miles_router.pools.pools import Pools
+from miles_router.pools.registry import WorkerRegistry
+
+logger = logging.getLogger(__name__)
+
+#: Most seconds between two reads of all sources.
+AGAIN = 5.0
+#: Seconds that the start waits for the first reads.
+FIRST_READ = 5.0
+
+
+class DiscoveryStatistics(Statistics, prefix="miles_router_discovery"):
+    """Counts of reads, and of workers added and drained."""
+
+    listed = gauge("Workers that each source lists.", by="source")
+    failures = counter("Reads of a source that failed or were incomplete; its last list stays valid.", by="source")
+    added = counter("Workers added because a source lists them.", by="source")
+    drained = counter("Workers drained because no source lists them any more.", by="source")
+    refused = counter("Listed workers that could not be added, at each attempt.", by="source")
+
+
+class _Read:
+    """The list of one source, as far as it was read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        #: The present list by URL; None before the first complete read.
+        self.listed: dict[str, Listed] | None = None
+        self.problem: str | None = None
+        self._missing: set[str] = set()
+
+    async def update(self) -> bool:
+        """Read the source, and return whether that succeeded. A worker leaves the list when two reads in a row lack it:
+        a file may be read while it is rewritten, and one answer of a DNS server may be incomplete."""
+        try:
+            found = {each["url"]: each for each in await self.source.read()}
+        except SourceUnreadable as error:
+            if self.problem != str(error):
+                fields = {"source": self.source.name, "reason": str(error)}
+                logger.warning("discovery_unread", extra={"fields": fields})
+            self.problem = str(error)
+            return False
+        self.problem = None
+        before = self.listed or {}
+        missing = before.keys() - found.keys()
+        waiting = missing - self._missing
+        self.listed = {**found, **{url: before[url] for url in waiting}}
+        self._missing = waiting
+        return True
+
+
+class Discovery:
+    """The comparison of what sources list with the registered workers.
+
+    A worker that discovery added has the attribute `discovered`, also after a restart; discovery drains only those.
+    """
+
+    def __init__(self, sources: Sequence[Source], registry: WorkerRegistry, pools: Pools, *, interval: float) -> None:
+        self._reads = [_Read(source) for source in sources]
+        self._registry = registry
+        self._pools = pools
+        self._interval = min(AGAIN, interval)
+        #: What was added, by URL. A worker that an operator removes is not added again while it stays listed.
+        self._added: dict[str, Listed] = {}
+        self._refused: dict[str, str] = {}
+        self._drains: dict[str, asyncio.Task[None]] = {}
+        self.statistics = DiscoveryStatistics(
+            listed=lambda: Counter({each.source.name: len(each.listed or ()) for each in self._reads})
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Read the sources in the background, and for the first time before this returns, if they answer soon."""
+        first = tasks.spawn(self.look(), name="first discovery")
+        await tasks.ends_within(FIRST_READ, first)
+        reading = tasks.spawn(self._read_again(first), name="discovery")
+        try:
+            yield
+        finally:
+            for task in (reading, *self._drains.values()):
+                await tasks.cancelled(task)
+
+    async def _read_again(self, under_way: asyncio.Task[None]) -> None:
+        await asyncio.wait({under_way})
+        while True:
+            await asyncio.sleep(self._interval)
+            await self.look()
+
+    async def look(self) -> None:
+        """Read every source once, and add and drain workers accordingly."""
+        for each, read in zip(self._reads, await asyncio.gather(*(each.update() for each in self._reads)), strict=True):
+            if not read:
+                self.statistics.failures[each.source.name] += 1
+        wanted: dict[str, tuple[str, Listed]] = {}
+        for each in self._reads:
+            for url, listed in (each.listed or {}).items():
+                wanted.setdefault(url, (each.source.name, listed))
+        self._drain_unlisted(set(wanted))
+        self._added = {url: listed for url, listed in self._added.items() if url in wanted}
+        self._refused = {url: reason for url, reason in self._refused.items() if url in wanted}
+        for url, (source, listed) in wanted.items():
+            if self._added.get(url) != listed:
+                await self._add(url, source, listed)
+
+    async def _add(self, url: str, source: str, listed: Listed) -> None:
+        try:
+            await self._registry.add(listed, source=source)
+        except RouterError as error:
+            self.statistics.refused[source] += 1
+            if self._refused.get(url) != str(error):
+                fields = {"worker": url, "source": source, "reason": str(error)}
+                logger.warning("discovered_worker_refused", extra={"fields": fields})
+            self._refused[url] = str(error)
+            return
+        self._refused.pop(url, None)
+        if url not in self._added:
+            self.statistics.added[source] += 1
+        self._added[url] = listed
+
+    def _drain_unlisted(self, listed: set[str]) -> None:
+        """Drain the workers that discovery added and that no source lists, unless their source was never read."""
+        known = {each.source.name for each in self._reads if each.listed is not None}
+        for worker in self._pools.workers:
+            source = str(worker.attributes.get(DISCOVERED))
+            if source not in known or worker.url in listed or worker.url in self._drains:
+                continue
+            if worker.state is not WorkerState.DRAINING:
+                self.statistics.drained[source] += 1
+                task = self._drains[worker.url] = tasks.spawn(self._drain(worker.url), name=f"drain {worker.url}")
+                task.add_done_callback(partial(self._drained, worker.url))
+
+    def _drained(self, url: str, task: asyncio.Task[None]) -> None:
+        del self._drains[url]
+
+    async def _drain(self, url: str) -> None:
+        with suppress(NotFound):  # an operator was faster
+            await self._registry.remove(url, drain=True)

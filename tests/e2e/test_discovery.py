@@ -1,0 +1,263 @@
+"""Workers found without registering: a file that is rewritten, truncated and garbled, and a real DNS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.fleet.sources import parse_source
+from miles_router.testing import SimulatedWorker
+from tests.support.fleet import JSON
+from tests.support.http import ask
+from tests.support.ports import free_ports
+from tests.support.running_router import command, router_process, running_router
+from tests.support.waiting import PATIENCE, STEP, until
+
+FAST: dict[str, Any] = {"health_check_interval": 0.05, "deep_health_check_interval": 0.0}
+
+
+async def workers_of(url: str) -> dict[str, dict[str, Any]]:
+    """The registered workers by URL."""
+    listed = orjson.loads((await ask(url, "GET", "/workers")).body)["workers"]
+    return {worker["url"]: worker for worker in listed}
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait until `condition` returns True."""
+    deadline = time.monotonic() + PATIENCE
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
+        await asyncio.sleep(STEP)
+
+
+async def states(url: str) -> dict[str, str]:
+    return {worker: found["state"] for worker, found in (await workers_of(url)).items()}
+
+
+async def become(url: str, wanted: dict[str, str]) -> None:
+    """Wait until exactly these workers are registered, in these states."""
+
+    async def are() -> bool:
+        return await states(url) == wanted
+
+    await until_true(are, f"workers are {wanted}")
+
+
+async def statistics(url: str) -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads((await ask(url, "GET", "/router/info")).body)["statistics"]["discovery"]
+    return found
+
+
+async def read_again(url: str, source: str, times: int = 2) -> None:
+    """Wait until this source was read `times` times more in vain."""
+    before = (await statistics(url))["failures"].get(source, 0)
+
+    async def read() -> bool:
+        return bool((await statistics(url))["failures"].get(source, 0) >= before + times)
+
+    await until_true(read, "the source was read again")
+
+
+async def test_a_listed_worker_joins_and_an_unlisted_one_drains(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    source = f"file:{path}"
+    async with (
+        SimulatedWorker() as one,
+        SimulatedWorker(token_latency_s=0.01) as other,
+        running_router(discover=(source,), **FAST) as router,
+    ):
+        await read_again(router.url, source, 1)
+        path.write_text(f"# a comment\n{one.url} labels=rack-7\n\n{other.url}  # the second\n")
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        record = (await workers_of(router.url))[one.url]
+        assert (record["discovered"], record["labels"]) == (source, "rack-7")
+
+        body = b'{"text": "Hi", "sampling_params": {"max_new_tokens": 60, "ignore_eos": true}, "stream": true}'
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, body)) for _ in range(2)]
+        await until(lambda: other.running == 1, "the second worker generates")
+        path.write_text(f"{one.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "draining"})
+        for reply in await asyncio.gather(*asking):
+            assert reply.body.endswith(b"data: [DONE]\n\n")
+        await become(router.url, {one.url: "ready"})
+        path.write_text(f"{one.url}\n{other.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        counted = await statistics(router.url)
+        assert (counted["added"], counted["drained"]) == ({source: 3}, {source: 1})
+
+
+BROKEN = {
+    "absent": None,
+    "empty": b"",
+    "cut in a line": b"http://127.0.0.1:3",
+    "garbled": b"\xff\xfe\x00http\n",
+    "no url": b"node-7:30000\n",
+    "an unknown field": b"http://127.0.0.1:30000 weight=2\n",
+    "a field without value": b"http://127.0.0.1:30000 model_id\n",
+    "an open quote": b"http://127.0.0.1:30000 labels='a\n",
+    "too large": b"#" * (4 * 1024 * 1024) + b"\n",
+    "a directory": os.curdir.encode(),
+}
+
+
+async def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    source = f"file:{path}"
+    async with SimulatedWorker() as worker, running_router(discover=(source,), **FAST) as router:
+        for content in BROKEN.values():
+            path.write_text(f"{worker.url}\n")
+            await become(router.url, {worker.url: "ready"})
+            path.unlink()
+            if content == BROKEN["a directory"]:
+                path.mkdir()
+            elif content is not None:
+                path.write_bytes(content)
+            await read_again(router.url, source)
+            assert await states(router.url) == {worker.url: "ready"}, content
+            if path.is_dir():
+                path.rmdir()
+        (new := tmp_path / "new").write_text("# none\n")
+        new.replace(path)
+        await become(router.url, {})
+
+
+async def test_a_listed_worker_waits_for_the_weights_of_the_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    async with (
+        SimulatedWorker(weight_version="7") as one,
+        SimulatedWorker(weight_version="7") as other,
+        SimulatedWorker(weight_version="6") as late,
+        running_router(one.url, other.url, discover=(f"file:{path}",), **FAST) as router,
+    ):
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        path.write_text(f"{late.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "ready", late.url: "outdated"})
+        late.engine.weight_version = "7"
+        await become(router.url, {one.url: "ready", other.url: "ready", late.url: "ready"})
+
+
+async def test_what_others_registered_or_removed_stays_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    async with (
+        SimulatedWorker() as own,
+        SimulatedWorker() as listed,
+        running_router(discover=(f"file:{path}",), **FAST) as router,
+    ):
+        assert (await ask(router.url, "POST", f"/add_worker?url={own.url}")).status == 200
+        path.write_text(f"{own.url}\n{listed.url}\nhttp://127.0.0.1:1 worker_type=prefill\n")
+        await become(router.url, {own.url: "ready", listed.url: "ready"})
+        assert (await statistics(router.url))["refused"], "a prefill worker needs its port"
+        assert (await ask(router.url, "POST", f"/remove_worker?url={listed.url}")).status == 200
+        refused = (await statistics(router.url))["refused"][f"file:{path}"]
+
+        async def looked() -> bool:
+            return bool((await statistics(router.url))["refused"][f"file:{path}"] >= refused + 2)
+
+        await until_true(looked, "two more reads")
+        assert await states(router.url) == {own.url: "ready"}, "an operator's removal holds while it is listed"
+        path.write_text("# none\n")
+        await until_true(lambda: _lists(router.url, 0), "the list is empty")
+        assert await states(router.url) == {own.url: "ready"}
+
+
+async def _lists(url: str, count: int) -> bool:
+    return set((await statistics(url))["listed"].values()) == {count}
+
+
+async def test_a_worker_that_left_while_the_router_was_down_is_drained(tmp_path: Path) -> None:
+    path, state = tmp_path / "workers", str(tmp_path / "state")
+    given = ("--discover", f"file:{path}", "--state-dir", state, "--health-check-interval", "0.1", "--processes", "2")
+    async with SimulatedWorker() as stays, SimulatedWorker() as leaves:
+        path.write_text(f"{stays.url}\n{leaves.url}\n")
+        async with router_process(*given) as router:
+            await become(router.url, {stays.url: "ready", leaves.url: "ready"})
+        path.write_text(f"{stays.url}\n")
+        async with router_process(*given) as router:
+            await become(router.url, {stays.url: "ready"})
+
+
+needs_dns = pytest.mark.skipif(
+    shutil.which("dnsmasq") is None or os.geteuid() != 0, reason="needs dnsmasq, and a mount namespace for resolv.conf"
+)
+
+
+@contextlib.asynccontextmanager
+async def dns_server(folder: Path) -> AsyncIterator[tuple[str, Path, asyncio.subprocess.Process]]:
+    """A DNS server on port 53 of an address of its own; it reads the names from a file again at SIGHUP."""
+    address, hosts = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255 or 1}", folder / "hosts"
+    hosts.touch()
+    options = f"--keep-in-foreground --no-resolv --no-hosts --addn-hosts={hosts} --listen-address={address}"
+    options += f" --bind-interfaces --local=/fleet/ --user=root --conf-file=/dev/null --pid-file={folder}/pid"
+    process = await asyncio.create_subprocess_exec("dnsmasq", *options.split())
+    try:
+        yield address, hosts, process
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@needs_dns
+async def test_all_addresses_of_a_name_join_and_silence_changes_nothing(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    async with contextlib.AsyncExitStack() as stack:
+        one, other = [
+            await stack.enter_async_context(SimulatedWorker(host=host, port=port))
+            for host in ("127.0.0.2", "127.0.0.3")
+        ]
+        address, hosts, server = await stack.enter_async_context(dns_server(tmp_path))
+        (tmp_path / "resolv.conf").write_text(f"nameserver {address}\noptions timeout:1 attempts:1\n")
+        source = f"dns://workers.fleet:{port}?labels=found"
+        apart = f'mount --bind {tmp_path}/resolv.conf /etc/resolv.conf && exec "$@"'
+        given = ("--discover", source, "--health-check-interval", "0.1")
+        start = command("unshare", "--mount", "sh", "-c", apart, "sh")
+        router = await stack.enter_async_context(router_process(*given, start=start))
+
+        def names(*addresses: str) -> None:
+            hosts.write_text("".join(f"{each} workers.fleet\n" for each in addresses))
+            server.send_signal(signal.SIGHUP)
+
+        await read_again(router.url, source, 1)
+        names("127.0.0.2", "127.0.0.3")
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        assert (await workers_of(router.url))[one.url]["labels"] == "found"
+        names("127.0.0.3")
+        await become(router.url, {other.url: "ready"})
+        names()
+        await read_again(router.url, source)
+        server.send_signal(signal.SIGSTOP)
+        await read_again(router.url, source)
+        assert await states(router.url) == {other.url: "ready"}
+        server.send_signal(signal.SIGCONT)
+        names("127.0.0.2")
+        await become(router.url, {one.url: "ready"})
+
+
+WRONG = (
+    "workers.txt",
+    "file:",
+    "dns://workers",
+    "dns://workers:0",
+    "dns://workers:70000",
+    "dns://:30000",
+    "dns://workers:30000/path",
+    "dns://workers:30000?weight=1",
+    "dns://workers:30000?api_key=secret",
+    "dns://user@workers:30000",
+    "http://workers:30000",
+)
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_source_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be|dns:"):
+        parse_source(text)
