@@ -51,9 +51,9 @@ class DnsSource(Source):
             found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise SourceUnreadable(f"{self._host} cannot be resolved: {error}") from None
-        hosts = dict.fromkeys(str(address[0]) for *_, address in found)
+        hosts = dict.fromkeys(str(address[0]) for *_, address in found if "%" not in str(address[0]))  # not link-local
         urls = [f"http://{f'[{host}]' if ':' in host else host}:{self._port}" for host in hosts]
-        return [{**self._fields, "url": url} for url in urls]
+        return [{**self._fields, "url": parse_worker_url(url).url} for url in urls]
 
 
 class FileSource(Source):

@@ -61,7 +61,7 @@ class MergedView:
         described = await self._admin.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
-        described["statistics"] = _statistics(replies)
+        described["statistics"] |= _statistics(replies)  # those of discovery are the leader's own
         for each in replies:
             for name, held in each["held"].items():
                 if name == self._pools.default.name:

@@ -184,6 +184,7 @@ async def test_a_worker_that_left_while_the_router_was_down_is_drained(tmp_path:
         path.write_text(f"{stays.url}\n")
         async with router_process(*given) as router:
             await become(router.url, {stays.url: "ready"})
+            assert (await statistics(router.url))["drained"] == {f"file:{path}": 1}
 
 
 needs_dns = pytest.mark.skipif(
