@@ -77,14 +77,14 @@ async def test_what_answers_without_a_key_and_a_wrong_address_are_named() -> Non
 async def test_behind_a_proxy_with_usual_settings_each_hindrance_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     async with running_router(api_key=CLIENTS, admin_api_key=ADMIN) as router:
-        place = {"folder": tmp_path, "port": port, "router": router.url.removeprefix("http://"), "limit": "5s"}
+        place = {"folder": tmp_path, "port": port, "router": router.url.removeprefix("http://"), "limit": "3s"}
         (tmp_path / "nginx.conf").write_text(USUAL.format(**place))
         nginx = await asyncio.create_subprocess_exec(
             "nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-e", str(tmp_path / "log")
         )
         try:
             await until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "nginx listens")
-            status, findings = await found(f"http://127.0.0.1:{port}", "--idle", "8", "--body", "2")
+            status, findings = await found(f"http://127.0.0.1:{port}", "--idle", "5", "--body", "2")
         finally:
             nginx.terminate()
             await nginx.wait()
