@@ -28,7 +28,7 @@ OPEN = ("/health", "/liveness", "/readiness", "/dashboard")
 GUARDED = ("/v1/models", "/sessions", "/workers", "/router/info", "/metrics")
 #: Seconds to connect, and to wait for the answer to a request that asks for no delay.
 PATIENCE = 30.0
-STREAM_SECONDS, STREAM_EVERY = 3.0, 0.25
+STREAM_SECONDS, STREAM_EVERY = 1.5, 0.125
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 OK, WARNING, FAILURE = "ok", "warn", "FAIL"
 

@@ -44,7 +44,7 @@ async def test_requests_in_flight_are_those_of_all_processes(
         assert len(shown) == 1
         ((one, other),) = shown
         assert one + other == MANY
-        assert abs(one - other) <= 2, "two processes may choose at the same instant"
+        assert abs(one - other) <= MANY // 4, "a process hears of another's choices a moment later"
         gate.set()
         assert {each.status for each in await asyncio.gather(*under_way)} == {200}
         await router.becomes_idle()
