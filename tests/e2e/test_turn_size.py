@@ -44,8 +44,17 @@ BOUNDS: dict[tuple[str, bool, str], Size] = {
     (CHAT, True, "durable"): Size(107, 1424, 17, 21),
     (CHAT, True, "cut"): Size(144, 3133, 27, 30),
     (COMPLETIONS, False, "plain"): Size(82, 486, 2, 4),
+    (COMPLETIONS, False, "cut"): Size(110, 1305, 5, 10),
+    (COMPLETIONS, True, "plain"): Size(85, 1119, 14, 15),
+    (COMPLETIONS, True, "cut"): Size(109, 1619, 10, 14),
+    (MESSAGES, False, "plain"): Size(93, 557, 2, 6),
+    (MESSAGES, False, "cut"): Size(140, 2023, 11, 18),
     (MESSAGES, True, "plain"): Size(99, 1467, 17, 21),
+    (MESSAGES, True, "cut"): Size(149, 3363, 27, 33),
+    (RESPONSES, False, "plain"): Size(96, 605, 2, 6),
+    (RESPONSES, False, "cut"): Size(142, 2082, 11, 19),
     (RESPONSES, True, "plain"): Size(103, 1425, 17, 24),
+    (RESPONSES, True, "cut"): Size(151, 3383, 27, 37),
 }
 
 
