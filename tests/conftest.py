@@ -19,6 +19,9 @@ from tests.sglang_worker import RealWorker, real_workers, tail
 from tests.support import tiers
 from tests.support.browser import Browser
 from tests.support.running_router import use_processes
+from tests.support.scripted_chat import able
+from tests.support.scripted_worker import ScriptedWorker
+from tests.support.session_trial import SessionTrial, session_trial
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import loaded_once
 
@@ -153,6 +156,18 @@ async def stage() -> AsyncIterator[Stage]:
     """Workers and a router for one test."""
     async with staged() as made:
         yield made
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    """A scripted worker that answers what sessions ask of an engine by themselves."""
+    return able(await stage.worker())
+
+
+@pytest.fixture
+async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    """Sessions in front of that worker."""
+    return await session_trial(stage, worker)
 
 
 @pytest.fixture

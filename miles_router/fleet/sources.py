@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import shlex
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
@@ -34,9 +36,38 @@ class Source(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @abstractmethod
     async def read(self) -> Sequence[Listed]:
-        """Return the workers that the source lists now. Raises SourceUnreadable if that is not known."""
+        """Return the workers that the source lists now. Raises SourceUnreadable if that is not known.
+
+        It may take forever, because a resolver or a network file system may hang. A daemon thread waits there: the
+        process can end meanwhile, which the threads of an executor would prevent.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Sequence[Listed]] = loop.create_future()
+
+        def work() -> None:
+            try:
+                listed, error = self.look_up(), None
+            except (OSError, ValueError) as failure:
+                listed, error = [], SourceUnreadable(f"{self.name}: {failure}")
+            with suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(_settle, found, listed, error)
+
+        threading.Thread(target=work, name=f"read {self.name}", daemon=True).start()
+        return await found
+
+    @abstractmethod
+    def look_up(self) -> Sequence[Listed]:
+        """Return the workers that the source lists now; blocks. Raises OSError or ValueError if that is not known."""
+
+
+def _settle(found: asyncio.Future[Sequence[Listed]], listed: Sequence[Listed], error: SourceUnreadable | None) -> None:
+    if found.done():  # cancelled
+        return
+    if error is None:
+        found.set_result(listed)
+    else:
+        found.set_exception(error)
 
 
 class DnsSource(Source):
@@ -46,11 +77,8 @@ class DnsSource(Source):
         super().__init__(name)
         self._host, self._port, self._fields = host, port, fields
 
-    async def read(self) -> Sequence[Listed]:
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise SourceUnreadable(f"{self._host} cannot be resolved: {error}") from None
+    def look_up(self) -> Sequence[Listed]:
+        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         hosts = dict.fromkeys(str(address[0]) for *_, address in found if "%" not in str(address[0]))  # not link-local
         urls = [f"http://{f'[{host}]' if ':' in host else host}:{self._port}" for host in hosts]
         return [{**self._fields, "url": parse_worker_url(url).url} for url in urls]
@@ -67,20 +95,12 @@ class FileSource(Source):
         super().__init__(name)
         self._path = path
 
-    async def read(self) -> Sequence[Listed]:
-        try:
-            # In a thread: a network file system may hang.
-            content = await asyncio.get_running_loop().run_in_executor(None, self._content)
-            return parse_file(content.decode())
-        except (OSError, ValueError) as error:
-            raise SourceUnreadable(f"{self._path}: {error}") from None
-
-    def _content(self) -> bytes:
+    def look_up(self) -> Sequence[Listed]:
         with self._path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        return content
+        return parse_file(content.decode())
 
 
 def parse_file(text: str) -> list[Listed]:
@@ -114,9 +134,9 @@ def _worker(words: Sequence[str]) -> Listed:
 
 def _fields(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     fields: dict[str, str] = {}
-    for name, value in pairs:
-        if name not in FIELDS or name in fields or not value:
-            raise ValueError(f"{name!r} must be one of {', '.join(sorted(FIELDS))}, with =VALUE, and only once")
+    for number, (name, value) in enumerate(pairs, 1):
+        if name not in FIELDS or name in fields or not value:  # a wrong word may be a key, so it is not shown
+            raise ValueError(f"field {number} must be one of {', '.join(sorted(FIELDS))}, with =VALUE, and only once")
         fields[name] = value
     return fields
 

@@ -7,10 +7,9 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 from miles_router import tasks
-from miles_router.errors import NotFound, RouterError
+from miles_router.errors import NotFound, RouterError, StateError
 from miles_router.fleet.sources import Listed, Source, SourceUnreadable
 from miles_router.fleet.workers import DISCOVERED, WorkerState
 from miles_router.metrics import Statistics, counter, gauge
@@ -21,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Most seconds between two reads of all sources.
 AGAIN = 5.0
-#: Seconds that the start waits for the first reads.
-FIRST_READ = 5.0
+#: Seconds that the start waits for the first reads, and that a read may take before it counts as failed.
+FIRST_READ, PATIENCE = 5.0, 4.0
 
 
 class DiscoveryStatistics(Statistics, prefix="miles_router_discovery"):
@@ -44,12 +43,18 @@ class _Read:
         self.listed: dict[str, Listed] | None = None
         self.problem: str | None = None
         self._missing: set[str] = set()
+        self._reading: asyncio.Task[Sequence[Listed]] | None = None
 
     async def update(self) -> bool:
         """Read the source, and return whether that succeeded. A worker leaves the list when two reads in a row lack it:
         a file may be read while it is rewritten, and one answer of a DNS server may be incomplete."""
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self.source.read(), name="read source")
         try:
-            found = {each["url"]: each for each in await self.source.read()}
+            if not await tasks.ends_within(PATIENCE, self._reading):  # it is not asked again before it has answered
+                raise SourceUnreadable(f"{self.source.name}: no answer in {PATIENCE:g} s")
+            reading, self._reading = self._reading, None
+            found = {each["url"]: each for each in reading.result()}
         except SourceUnreadable as error:
             if self.problem != str(error):
                 fields = {"source": self.source.name, "reason": str(error)}
@@ -63,6 +68,11 @@ class _Read:
         self.listed = {**found, **{url: before[url] for url in waiting}}
         self._missing = waiting
         return True
+
+    async def close(self) -> None:
+        """Give up the read under way."""
+        if self._reading is not None:
+            await tasks.cancelled(self._reading)
 
 
 class Discovery:
@@ -87,20 +97,23 @@ class Discovery:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Read the sources in the background, and for the first time before this returns, if they answer soon."""
-        first = tasks.spawn(self.look(), name="first discovery")
-        await tasks.ends_within(FIRST_READ, first)
+        first = asyncio.Event()
         reading = tasks.spawn(self._read_again(first), name="discovery")
+        await tasks.ends_within(FIRST_READ, waiting := tasks.spawn(first.wait(), name="first discovery"))
+        await tasks.cancelled(waiting)
         try:
             yield
         finally:
             for task in (reading, *self._drains.values()):
                 await tasks.cancelled(task)
+            for each in self._reads:
+                await each.close()
 
-    async def _read_again(self, under_way: asyncio.Task[None]) -> None:
-        await asyncio.wait({under_way})
+    async def _read_again(self, first: asyncio.Event) -> None:
         while True:
-            await asyncio.sleep(self._interval)
             await self.look()
+            first.set()
+            await asyncio.sleep(self._interval)
 
     async def look(self) -> None:
         """Read every source once, and add and drain workers accordingly."""
@@ -141,13 +154,15 @@ class Discovery:
             if source not in known or worker.url in listed or worker.url in self._drains:
                 continue
             if worker.state is not WorkerState.DRAINING:
+                self._drains[worker.url] = tasks.spawn(self._drain(worker.url, source), name=f"drain {worker.url}")
+
+    async def _drain(self, url: str, source: str) -> None:
+        try:
+            with suppress(NotFound):  # an operator was faster
+                await self._registry.remove(url, drain=True)
                 self.statistics.drained[source] += 1
-                task = self._drains[worker.url] = tasks.spawn(self._drain(worker.url), name=f"drain {worker.url}")
-                task.add_done_callback(partial(self._drained, worker.url))
-
-    def _drained(self, url: str, task: asyncio.Task[None]) -> None:
-        del self._drains[url]
-
-    async def _drain(self, url: str) -> None:
-        with suppress(NotFound):  # an operator was faster
-            await self._registry.remove(url, drain=True)
+        except StateError as error:  # the next look tries again
+            fields = {"worker": url, "source": source, "reason": str(error)}
+            logger.warning("unlisted_worker_not_drained", extra={"fields": fields})
+        finally:
+            del self._drains[url]

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import json
 import os
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,17 +18,20 @@ from urllib.parse import urlsplit
 
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.reach.route import PATH
+from miles_router.reach.route import LONGEST, PATH
+from miles_router.settings.keys import key_problem
 
 #: The environment variable with the clients' key.
 KEY = "MILES_ROUTER_API_KEY"
 #: Routes that need no key, and routes that should need one where strangers can reach them.
-OPEN = ("/health", "/liveness", "/readiness", "/dashboard")
+OPEN = ("/health", "/liveness", "/readiness")
 GUARDED = ("/v1/models", "/sessions", "/workers", "/router/info", "/metrics")
 #: Seconds to connect, and to wait for the answer to a request that asks for no delay.
 PATIENCE = 30.0
 STREAM_SECONDS, STREAM_EVERY = 1.5, 0.125
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+#: Bounds: bytes of an answer, of an answer in a message, and of the request to try.
+MAX_ANSWER, SHOWN, MAX_BODY = 1024 * 1024, 200, 1024**3
 OK, WARNING, FAILURE = "ok", "warn", "FAIL"
 
 
@@ -41,12 +43,22 @@ class Finding(NamedTuple):
     text: str
 
 
+class Unreached(Exception):
+    """No usable answer came. The message says why."""
+
+
 class OutsideAnswer(NamedTuple):
     """An answer, and the seconds after the request at which each piece of its body arrived."""
 
     status: int
     body: bytes
     arrived: Sequence[float]
+
+    @property
+    def shown(self) -> str:
+        """The status and the beginning of the body, fit for a terminal."""
+        text = " ".join(self.body[:SHOWN].decode("latin-1").split())
+        return f"{self.status}: {''.join(each if each.isprintable() else '?' for each in text) or 'no reason'}"
 
 
 class Outside:
@@ -61,7 +73,11 @@ class Outside:
     def ask(
         self, method: str, target: str, body: bytes | None = None, *, key: bool = True, patience: float = PATIENCE
     ) -> OutsideAnswer:
-        """Send a request and read the whole answer. Raises OSError or http.client.HTTPException."""
+        """Send a request and read the whole answer, for at most `patience` seconds and `MAX_ANSWER` bytes.
+
+        Raises:
+            Unreached: the answer did not come, or not in these bounds.
+        """
         kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
         connection = kind(self.host, self._port, timeout=patience)
         headers = {"Authorization": f"Bearer {self._key}"} if key and self._key else {}
@@ -69,113 +85,111 @@ class Outside:
         try:
             connection.request(method, self._prefix + target, body, headers)
             answer = connection.getresponse()
-            pieces, arrived = [], []
+            pieces, arrived = b"", []
             while piece := answer.read1(65536):
-                pieces.append(piece)
+                pieces += piece
                 arrived.append(time.monotonic() - began)
-            return OutsideAnswer(answer.status, b"".join(pieces), arrived)
+                if len(pieces) > MAX_ANSWER or arrived[-1] > patience:
+                    raise Unreached("the answer does not end")
+            return OutsideAnswer(answer.status, pieces, arrived)
+        except (OSError, http.client.HTTPException) as error:
+            hint = ", by its certificate" if isinstance(error, ssl.SSLError) else ""
+            raise Unreached(f"{error!r} after {time.monotonic() - began:.0f} s{hint}") from None
         finally:
             connection.close()
 
+    def probe(self, query: str = "", body: bytes = b"", *, patience: float = PATIENCE) -> OutsideAnswer:
+        """Return the whole answer to `POST /reach`.
+
+        Raises:
+            Unreached: it did not come, or is not that of the router.
+        """
+        answer = self.ask("POST", PATH + query, body, patience=patience)
+        if answer.status != 200:
+            raise Unreached(answer.shown)
+        if not answer.body.startswith(b'data: {"received":') or not answer.body.endswith(b"data: [DONE]\n\n"):
+            raise Unreached("its answer is cut, or another server's")
+        return answer
+
 
 def findings(outside: Outside, *, idle: float, body_bytes: int) -> Iterator[Finding]:
-    """Yield what was found; a failure to connect is the only finding then."""
+    """Yield the findings in order; only the first one if the router is not there."""
     try:
         health = outside.ask("GET", "/health")
-    except (OSError, http.client.HTTPException) as error:
-        yield Finding(FAILURE, "connection", f"{outside.url} does not answer: {error}{_hint(error)}")
+    except Unreached as error:
+        yield Finding(FAILURE, "connection", f"{outside.url} does not answer: {error}")
         return
-    if health.status != 200:
-        yield Finding(FAILURE, "connection", f"GET /health is {health.status}, so {outside.url} is not the router")
+    if health.status != 200 or b'"workers_total"' not in health.body:
+        yield Finding(FAILURE, "connection", f"{outside.url} is not the router: GET /health is {health.shown}")
         return
     yield Finding(OK, "connection", f"{outside.url} answers in {health.arrived[-1] * 1000:.0f} ms")
-    if not outside.tls:
-        local = outside.host in LOOPBACK
-        text = "plain HTTP: keys and texts can be read on the way; put TLS in front (configs/nginx-tls.conf)"
-        yield Finding(OK if local else WARNING, "TLS", "plain HTTP on this machine" if local else text)
-    else:
-        yield Finding(OK, "TLS", "the certificate is valid for this name")
-    with ThreadPoolExecutor() as pool:
+    yield _encryption(outside)
+    with ThreadPoolExecutor(1) as pool:
         silent = pool.submit(_silence, outside, idle)
-        yield from _keys(outside)
-        for check in (_stream, _address):
-            yield check(outside)
+        for about, check in (("keys", _keys), ("stream", _stream), ("base_url", _address)):
+            try:
+                yield check(outside)
+            except Unreached as error:
+                yield Finding(FAILURE, about, f"{PATH} or another path is not answered: {error}")
         yield _body(outside, body_bytes)
         yield silent.result()
 
 
-def _keys(outside: Outside) -> Iterator[Finding]:
-    for path in OPEN[:3]:
-        if (status := outside.ask("GET", path, key=False).status) not in (200, 503):
-            yield Finding(WARNING, "keys", f"{path} is {status} without a key; health checks of balancers need it")
-    open_to_all = [path for path in GUARDED if outside.ask("GET", path, key=False).status == 200]
-    if open_to_all:
-        yield Finding(WARNING, "keys", f"answered without a key: {', '.join(open_to_all)}; set --api-key-file and "
-                      "--admin-api-key-file, or let the proxy pass only /sessions/ID/v1/")  # fmt: skip
-    else:
-        yield Finding(OK, "keys", f"without a key only {', '.join(OPEN)} answer")
+def _encryption(outside: Outside) -> Finding:
+    if outside.tls:
+        return Finding(OK, "TLS", "the certificate is valid for this name")
+    if outside.host in LOOPBACK:
+        return Finding(OK, "TLS", "plain HTTP on this machine")
+    text = "plain HTTP: keys and texts can be read on the way; put TLS in front (configs/nginx-tls.conf)"
+    return Finding(WARNING, "TLS", text)
+
+
+def _keys(outside: Outside) -> Finding:
+    for path in OPEN:
+        if (answer := outside.ask("GET", path, key=False)).status not in (200, 503):
+            text = f"{path} is {answer.shown} without a key; health checks of balancers need it"
+            return Finding(WARNING, "keys", text)
+    if answered := [path for path in GUARDED if outside.ask("GET", path, key=False).status == 200]:
+        text = f"answered without a key: {', '.join(answered)}; set --api-key-file and --admin-api-key-file, "
+        return Finding(WARNING, "keys", text + "or let the proxy pass only /sessions/ID/v1/")
+    return Finding(OK, "keys", f"none of {', '.join(GUARDED)} answers without a key")
 
 
 def _stream(outside: Outside) -> Finding:
-    try:
-        answer = outside.ask("POST", f"{PATH}?seconds={STREAM_SECONDS}&every={STREAM_EVERY}", b"")
-    except (OSError, http.client.HTTPException) as error:
-        return Finding(FAILURE, "stream", f"a stream was broken off: {error!r}")
-    if answer.status != 200:
-        return Finding(FAILURE, "stream", f"POST {PATH} is {answer.status}: {_said(answer)}")
-    if not answer.body.endswith(b"data: [DONE]\n\n"):
-        return Finding(FAILURE, "stream", "a stream ended before its last event")
+    answer = outside.probe(f"?seconds={STREAM_SECONDS}&every={STREAM_EVERY}")
     if answer.arrived[-1] - answer.arrived[0] < STREAM_SECONDS / 2:
-        return Finding(FAILURE, "stream", f"a stream of {STREAM_SECONDS:g} s arrived in one piece: a proxy buffers it; "
-                       "switch that off (nginx: proxy_buffering off)")  # fmt: skip
+        text = f"a stream of {STREAM_SECONDS:g} s arrived in one piece: a proxy buffers it; "
+        return Finding(FAILURE, "stream", text + "switch that off (nginx: proxy_buffering off)")
     return Finding(OK, "stream", f"events arrive as they are sent, in {len(answer.arrived)} pieces")
 
 
 def _address(outside: Outside) -> Finding:
-    answer = outside.ask("POST", PATH, b"")
-    if answer.status != 200:
-        return Finding(FAILURE, "base_url", f"POST {PATH} is {answer.status}: {_said(answer)}")
-    told: Mapping[str, object] = json.loads(answer.body.partition(b"\n")[0].removeprefix(b"data: "))
-    if told["base_url"] != outside.url:
-        return Finding(FAILURE, "base_url", f"sessions would send agents to {told['base_url']}: set "
-                       f"--public-url {outside.url}")  # fmt: skip
+    if f'"base_url":"{outside.url}"'.encode() not in (answer := outside.probe()).body:
+        text = f"sessions would send agents elsewhere; set --public-url {outside.url} (POST {PATH}: {answer.shown})"
+        return Finding(FAILURE, "base_url", text)
     return Finding(OK, "base_url", "sessions send agents to this address")
 
 
 def _body(outside: Outside, count: int) -> Finding:
-    megabytes = f"{count / 1e6:g} MB"
     try:
-        answer = outside.ask("POST", PATH, bytes(count), patience=10 * PATIENCE)
-    except (OSError, http.client.HTTPException) as error:
-        return Finding(FAILURE, "body", f"a request of {megabytes} was broken off: {error!r}{LIMIT}")
-    if answer.status != 200 or f'"received":{count},'.encode() not in answer.body:
-        return Finding(FAILURE, "body", f"a request of {megabytes} is {answer.status}: {_said(answer)}{LIMIT}")
-    return Finding(OK, "body", f"a request of {megabytes} arrives")
-
-
-LIMIT = "; raise the limit of the proxy (nginx: client_max_body_size 0) or of the router (--max-request-bytes)"
+        answer = outside.probe(body=bytes(count), patience=10 * PATIENCE)
+        if f'"received":{count},'.encode() not in answer.body:
+            raise Unreached(f"another number of bytes arrived: {answer.shown}")
+    except Unreached as error:
+        text = f"a request of {count / 1e6:g} MB does not arrive ({error}); raise the limit of the proxy "
+        text += "(nginx: client_max_body_size 0) or of the router (--max-request-bytes)"
+        return Finding(FAILURE, "body", text)
+    return Finding(OK, "body", f"a request of {count / 1e6:g} MB arrives")
 
 
 def _silence(outside: Outside, idle: float) -> Finding:
-    began = time.monotonic()
     try:
-        answer = outside.ask("POST", f"{PATH}?delay={idle}", b"", patience=idle + PATIENCE)
-        if answer.status == 200:
-            return Finding(OK, "silence", f"an answer that takes {idle:g} s arrives")
-        reason = f"{answer.status}: {_said(answer)}"
-    except (OSError, http.client.HTTPException) as error:
-        reason = repr(error)
-    return Finding(FAILURE, "silence", f"an answer that takes {idle:g} s is cut after {time.monotonic() - began:.0f} s "
-                   f"({reason}); raise the proxy's time limit (nginx: proxy_read_timeout), or let agents stream: "
-                   "heartbeats come every --heartbeat-interval seconds")  # fmt: skip
-
-
-def _said(answer: OutsideAnswer) -> str:
-    return " ".join(answer.body[:200].decode("latin-1").split()) or "no reason"
-
-
-def _hint(error: Exception) -> str:
-    return "; is it the certificate's name, or an authority unknown here?" if isinstance(error, ssl.SSLError) else ""
+        outside.probe(f"?delay={idle}", patience=idle + PATIENCE)
+    except Unreached as error:
+        text = f"an answer that takes {idle:g} s does not arrive ({error}); raise the proxy's time limit "
+        text += "(nginx: proxy_read_timeout), or let agents stream: heartbeats come every --heartbeat-interval seconds"
+        return Finding(FAILURE, "silence", text)
+    return Finding(OK, "silence", f"an answer that takes {idle:g} s arrives")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -201,6 +215,8 @@ def run(arguments: Sequence[str]) -> int:
         ConfigError: the URL is invalid, or the key cannot be read.
     """
     options = parser().parse_args(arguments)
+    if not 0 <= options.idle <= LONGEST or not 0 <= options.body * 1e6 <= MAX_BODY:
+        raise ConfigError(f"reach: --idle takes 0 to {LONGEST:g} seconds, --body 0 to {MAX_BODY / 1e6:g} MB")
     try:
         url = parse_worker_url(options.url).url
         key = Path(options.key_file).read_text(encoding="utf-8").split()[0] if options.key_file else os.environ.get(KEY)
@@ -208,6 +224,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"reach: {error}") from None
     except (OSError, UnicodeDecodeError, IndexError) as error:
         raise ConfigError(f"reach: --key-file {options.key_file}: cannot be read: {error}") from None
+    if problem := key_problem(key or None):
+        raise ConfigError(f"reach: the key {problem}")
     failed = False
     for finding in findings(Outside(url, key), idle=options.idle, body_bytes=int(options.body * 1e6)):
         failed = failed or finding.level == FAILURE

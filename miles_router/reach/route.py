@@ -41,12 +41,12 @@ class Reach:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         delay, seconds, every = (_seconds(request, name) for name in ("delay", "seconds", "every"))
-        received = len(await Exchange.of(scope).read(receive))
-        told = {"received": received, "base_url": base_url(scope, self._public_url)}
         if self._running >= MOST:
             raise Unavailable(f"{MOST} requests to {PATH} run already; repeat later")
         self._running += 1
         try:
+            received = len(await Exchange.of(scope).read(receive))
+            told = {"received": received, "base_url": base_url(scope, self._public_url)}
             with Watch(receive):
                 await asyncio.sleep(delay)
             events = _events(told, seconds, max(every, SHORTEST))

@@ -59,11 +59,6 @@ async def worker(stage: Stage) -> ScriptedWorker:
     return able(await stage.worker()).always(answering([9]))
 
 
-@pytest.fixture
-async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
-    return await session_trial(stage, worker)
-
-
 # Arguments
 
 #: Arguments as they were sampled, and as an agent's language or library writes them.

@@ -161,21 +161,12 @@ async def test_what_may_be_carried_out_twice_is_asked_again_when_no_reply_began(
             server.requests.clear()
 
 
-async def test_what_may_have_been_carried_out_is_not_asked_again(server: ScriptedWorker) -> None:
-    for ask, end in itertools.product(NOT_REPEATABLE, [RESET, CLOSE]):
-        with case(ask, end):
-            server.always(script(end))
-            async with connected(server) as client:
-                with pytest.raises(ConnectionLost):
-                    await ask(client)
-            assert len(server.requests) == 1
-            server.requests.clear()
-
-
-async def test_a_reply_that_had_begun_is_never_asked_for_again(server: ScriptedWorker) -> None:
-    for ask in [*REPEATABLE, *NOT_REPEATABLE]:
+async def test_what_was_carried_out_or_has_begun_a_reply_is_not_asked_again(server: ScriptedWorker) -> None:
+    unanswered = itertools.product(NOT_REPEATABLE, [script(RESET), script(CLOSE)])
+    begun = itertools.product([*REPEATABLE, *NOT_REPEATABLE], [script(chunked_head(STREAM), event(), CLOSE)])
+    for ask, behaviour in [*unanswered, *begun]:
         with case(ask):
-            server.always(script(chunked_head(STREAM), event(), CLOSE))
+            server.always(behaviour)
             async with connected(server) as client:
                 with pytest.raises(ConnectionLost):
                     await ask(client)

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.fleet.sources import parse_source
+from miles_router.fleet.sources import parse_file, parse_source
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import JSON
 from tests.support.http import ask
@@ -129,6 +129,23 @@ async def test_a_broken_file_changes_nothing(tmp_path: Path) -> None:
         (new := tmp_path / "new").write_text("# none\n")
         new.replace(path)
         await become(router.url, {})
+
+
+async def test_a_source_that_hangs_holds_up_nothing_and_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "silent")
+    path = tmp_path / "workers"
+    async with SimulatedWorker() as worker:
+        path.write_text(f"{worker.url}\n")
+        given = ("--discover", f"file:{tmp_path / 'silent'}", f"file:{path}", "--health-check-interval", "0.1")
+        async with router_process(*given) as router:
+            await become(router.url, {worker.url: "ready"})
+            await read_again(router.url, f"file:{tmp_path / 'silent'}", 1)
+
+
+def test_a_wrong_word_is_not_shown_because_it_may_be_a_key() -> None:
+    with pytest.raises(ValueError, match="line 1: field 1") as caught:
+        parse_file("http://127.0.0.1:1 api_kez=secret\n")
+    assert "secret" not in str(caught.value)
 
 
 async def test_a_listed_worker_waits_for_the_weights_of_the_fleet(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.agent_apis import CLIENT
 from tests.support.cache_trial import CACHE, Trial, checkpoint
 from tests.support.cache_trial import event as text_event
 from tests.support.http import Client, CutReply, RawReply, request
-from tests.support.scripted_chat import DONE, EVENT_STREAM, able, chat_events, finish_event, streamed
+from tests.support.scripted_chat import DONE, EVENT_STREAM, chat_events, finish_event, streamed
 from tests.support.scripted_worker import (
     LAST_CHUNK,
     RESET,
@@ -43,11 +43,6 @@ BEATS = {
     RESPONSES: b"event: response.in_progress",
 }
 apis = pytest.mark.parametrize("path", list(BEATS))
-
-
-@pytest.fixture
-async def worker(stage: Stage) -> ScriptedWorker:
-    return able(await stage.worker())
 
 
 @pytest.fixture

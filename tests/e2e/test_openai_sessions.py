@@ -27,11 +27,6 @@ async def worker(stage: Stage) -> ScriptedWorker:
 
 
 @pytest.fixture
-async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
-    return await session_trial(stage, worker)
-
-
-@pytest.fixture
 async def simulated(stage: Stage) -> AsyncIterator[SessionTrial]:
     async with simulated_sessions(stage) as made:
         yield made

@@ -15,6 +15,8 @@ from miles_router.reach.route import MOST
 from tests.support.http import ask, request
 from tests.support.ports import free_ports
 from tests.support.running_router import running_router
+from tests.support.scripted_worker import reply, script
+from tests.support.session_apis import case
 from tests.support.stage import Stage
 from tests.support.waiting import STEP, until
 
@@ -71,6 +73,36 @@ async def test_what_answers_without_a_key_and_a_wrong_address_are_named() -> Non
         assert "--max-request-bytes" in findings["body"][1]
     status, findings = await found(router.url)
     assert (status, findings["connection"][0]) == (1, "FAIL")
+
+
+HEALTH = reply(b'{"status": "ok", "workers_total": 0}')
+#: Servers that are not the router, or answer only as if they were: the subjects that fail.
+LIARS: list[tuple[bytes, bytes, set[str]]] = [
+    (reply(b""), reply(b""), {"connection"}),
+    (reply(b"<html>\x1b[31mWelcome"), reply(b""), {"connection"}),
+    (HEALTH, reply(b"<html>Welcome"), {"stream", "base_url", "body", "silence"}),
+    (HEALTH, reply(b'data: {"received":1,"base_url":"x"}\n\ndata: [DONE]\n\n'), {"stream", "base_url", "body"}),
+    (HEALTH, reply(b"x" * 2_000_000), {"keys", "stream", "base_url", "body", "silence"}),
+]
+
+
+async def test_a_server_that_lies_is_found_out_and_breaks_nothing(stage: Stage) -> None:
+    worker = await stage.worker()
+    for health, other, failures in LIARS:
+        with case(other[:80]):
+            worker.health = script(health)
+            worker.always(script(other))
+            status, findings = await found(worker.url, "--idle", "0", "--body", "0.1")
+            assert status == 1
+            assert {about for about, (level, _) in findings.items() if level == "FAIL"} == failures
+            assert not any("\x1b" in text for _, text in findings.values())
+
+
+async def test_what_cannot_be_tried_is_one_line(stage: Stage) -> None:
+    for options in (("--body", "inf"), ("--body", "-1"), ("--idle", "nan"), ("--key-file", "/nowhere")):
+        with case(options):
+            assert await found("http://127.0.0.1:1", *options) == (2, {})
+    assert await found("http://127.0.0.1:1", key="two words") == (2, {})
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")

@@ -202,11 +202,6 @@ SAME = [("X-Turn-Id", "t1")]
 
 
 @pytest.fixture
-async def worker(stage: Stage) -> ScriptedWorker:
-    return able(await stage.worker())
-
-
-@pytest.fixture
 async def scripted(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
     return await session_trial(stage, worker)
 

@@ -43,16 +43,6 @@ HI: list[Any] = [user("Hi")]
 HELLO = chat_events([7, 8, 9], ["Hel", "l", "o"])
 
 
-@pytest.fixture
-async def worker(stage: Stage) -> ScriptedWorker:
-    return able(await stage.worker())
-
-
-@pytest.fixture
-async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
-    return await session_trial(stage, worker)
-
-
 def logged(caplog: pytest.LogCaptureFixture, message: str) -> list[str]:
     """The reasons that the log gives under a message."""
     return [str(each.__dict__["fields"]["reason"]) for each in caplog.records if each.getMessage() == message]

@@ -13,7 +13,7 @@ from tests.support.http import whole_or_cut
 from tests.support.scripted_chat import DONE, PROMPT, chat_answer, chat_events, delta, event, meta_of, streamed
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, reply, script
 from tests.support.session_apis import CHATS, RESPONSES, Api, case
-from tests.support.session_trial import CHAT, SessionTrial, session_trial, user
+from tests.support.session_trial import CHAT, SessionTrial, user
 from tests.support.stage import Stage
 
 JSON = [("Content-Type", "application/json")]
@@ -23,11 +23,6 @@ IDS = [7, 8]
 @pytest.fixture
 async def worker(stage: Stage) -> ScriptedWorker:
     return await stage.worker()
-
-
-@pytest.fixture
-async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
-    return await session_trial(stage, worker)
 
 
 # Logprobs

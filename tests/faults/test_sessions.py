@@ -15,7 +15,6 @@ from tests.support.scripted_chat import (
     DONE,
     EVENT_STREAM,
     JSON,
-    able,
     chat_answer,
     chat_events,
     chat_reply,
@@ -53,16 +52,6 @@ HI = [user("Hi")]
 HELLO = chat_events([7, 8], ["Hel", "lo"])
 GOOD = script(chat_reply([7, 8], "Hello"))
 SAME = [("X-Turn-Id", "t1")]
-
-
-@pytest.fixture
-async def worker(stage: Stage) -> ScriptedWorker:
-    return able(await stage.worker())
-
-
-@pytest.fixture
-async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
-    return await session_trial(stage, worker)
 
 
 async def nothing_is_held(trial: SessionTrial, session: str, *, untraced: bool = False) -> None:

@@ -15,10 +15,10 @@ import pytest
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import CutReply, RawReply
-from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, able, chat_answer, chat_events, delta, event
+from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, chat_answer, chat_events, delta, event
 from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
 from tests.support.session_apis import FIELDS, RESPONSES, Api, case
-from tests.support.session_trial import CHAT, SessionTrial, session_trial, user
+from tests.support.session_trial import CHAT, SessionTrial, user
 from tests.support.stage import Stage
 
 APIS = [Api(path) for path in FIELDS]
@@ -46,16 +46,6 @@ def hello(api: Api) -> list[bytes]:
 
 def given(*events: bytes) -> Any:
     return script(chunked_head(EVENT_STREAM), *map(chunk, events), LAST_CHUNK)
-
-
-@pytest.fixture
-async def worker(stage: Stage) -> ScriptedWorker:
-    return able(await stage.worker())
-
-
-@pytest.fixture
-async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
-    return await session_trial(stage, worker)
 
 
 async def nothing_is_held(trial: SessionTrial, session: str) -> None:
