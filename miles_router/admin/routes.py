@@ -157,7 +157,7 @@ class Admin:
         """
         pool = self._pools.of_id(request.query_params.get("model_id"))
         tokens = _length(request.query_params.get("tokens"))
-        units = [unit for group in (pool.fleet.snapshot.generating, pool.fleet.snapshot.prefill) for unit in group]
+        units = pool.fleet.snapshot.generating  # a session on a pair also counts on its prefill half
         sessions, held = sum(unit.sessions for unit in units), sum(unit.tokens for unit in units)
         if tokens is None and sessions and held:
             tokens = -(-held // sessions)
@@ -167,8 +167,8 @@ class Admin:
         room = None if tokens is None else pool.fleet.pool.admission.count(tokens)
         return Json(
             {
-                "room": None if room is None else max(0, room - gate["held"]),
-                "waiting": gate["held"],
+                "room": None if room is None else max(0, room - gate["queued"]),
+                "waiting": gate["queued"],
                 "sessions": sessions,
                 "tokens_per_session": tokens,
                 "tokens_held": held,

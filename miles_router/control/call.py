@@ -15,7 +15,7 @@ from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.errors import NoWorkerAvailable, UnsupportedByEngine
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.workers import Worker
+from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class Call:
         return [_detect_refusal(outcome, engine) for outcome, engine in zip(outcomes, engines, strict=True)]
 
     async def _ask_one(self, worker: Worker, engine: Engine) -> Outcome:
+        if worker.state is WorkerState.UNREACHED and worker.engine is None and not self.order.is_common:
+            return Outcome(worker, 0, [], b"nothing was sent: it has not said its kind of engine yet", reachable=False)
         spelled = self._in_engine_form(engine, self.order.action)
         outcome = _detect_refusal(await self.fan_out.ask_one(worker, spelled, self.timeout), engine)
         if spelled is self.request or not outcome.ok:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -21,6 +22,7 @@ from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.control import QUICK
 from miles_router.engines.known import may_come_twice
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
+from miles_router.fleet.fleet import UNREACHED_PATIENCE
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply
@@ -99,16 +101,29 @@ class FanOut:
         return list(await asyncio.gather(*(self.ask_one(worker, request, timeout) for worker in workers)))
 
     async def ask_one(self, worker: Worker, request: Outgoing, timeout: float) -> Outcome:
-        """Send a request to one worker, and return its outcome. No answer within `timeout` seconds is an outcome
-        too."""
+        """Send a request to one worker, and return its outcome. No answer within `timeout` seconds is an outcome too,
+        or within `UNREACHED_PATIENCE` by a worker that has answered nothing else either."""
+        exchange = self._unless_silent(worker, self._exchange(worker, request))
         try:
-            return await tasks.within(timeout, self._exchange(worker, request), name=f"ask {worker.url}")
+            return await tasks.within(timeout, exchange, name=f"ask {worker.url}")
         except TimeoutError:
             error: UpstreamError = UpstreamTimeout(f"no answer within {timeout:g} s")
         except UpstreamError as caught:
             error = caught
         logger.warning("control_failed", extra={"fields": {"worker": worker.url, "reason": str(error)}})
         return Outcome(worker, 0, [], str(error).encode(), reachable=False)
+
+    async def _unless_silent(self, worker: Worker, exchange: Coroutine[Any, Any, Outcome]) -> Outcome:
+        if worker.state is not WorkerState.UNREACHED:
+            return await exchange
+        asking = asyncio.get_running_loop().create_task(exchange)
+        try:
+            if not await tasks.ends_within(UNREACHED_PATIENCE, asking) and worker.state is WorkerState.UNREACHED:
+                raise UpstreamTimeout(f"no answer within {UNREACHED_PATIENCE:g} s, and it has never answered")
+            return await asking
+        finally:
+            if not asking.done():
+                await tasks.cancelled(asking)
 
     async def send_order(self, worker: Worker, order: Order) -> str | None:
         """Send one order to a worker. Return None if it succeeded, else the worker's answer."""

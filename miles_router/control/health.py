@@ -139,7 +139,9 @@ class HealthMonitor:
             self._deep_passed.pop(transition.worker.url, None)
             self._new_workers.discard(transition.worker)
             self._excused.discard(transition.worker)
-        elif transition.before is None:
+        elif transition.before is None or (
+            transition.after is WorkerState.UNREACHED and transition.before is not WorkerState.UNREACHED
+        ):
             self._new_workers.add(transition.worker)
             self.check_soon(transition.worker)
             self._start_first_checks()

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Model names and adapters (the last seen) that a fleet remembers.
 MAX_NAMES, MAX_ADAPTERS = 64, 1024
+#: Seconds that the fleet waits for a worker that has never answered: it may be starting, or hang.
+UNREACHED_PATIENCE = 5.0
 
 
 class Fleet:
@@ -62,6 +64,7 @@ class Fleet:
         #: Returns when every process that sends requests has applied the decisions of this one.
         self.wait_until_applied: Callable[[], Awaitable[None]] = _return_at_once
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
+        self._silent: set[Worker] = set()  # of those being asked: have not answered within `UNREACHED_PATIENCE`
         #: The names that engines gave their model, in order of appearance: a new checkpoint from disk changes the name.
         self.model_names: dict[str, None] = {}
         #: Whether any engine has reported that it applies LoRA adapters.
@@ -279,8 +282,19 @@ class Fleet:
 
     async def engines(self, workers: Collection[Worker]) -> list[Engine]:
         """Return the kinds of engine of several workers, in order; the usual one where it is unknown."""
-        found = await asyncio.gather(*map(self.engine, workers), return_exceptions=True)
+        found = await asyncio.gather(*map(self._engine_soon, workers), return_exceptions=True)
         return [each if isinstance(each, Engine) else USUAL for each in found]
+
+    async def _engine_soon(self, worker: Worker) -> Engine:
+        if worker.state is not WorkerState.UNREACHED:
+            return await self.engine(worker)
+        if worker in self._silent:
+            return USUAL
+        try:
+            return await tasks.within(UNREACHED_PATIENCE, self.engine(worker), name=f"engine of {worker.url}")
+        except TimeoutError:
+            self._silent.update({worker} & self._asking.keys())  # until it answers, it is not waited for again
+            return USUAL
 
     async def weight_version(self, url: str) -> str | None:
         """Ask the worker at this URL for its weight version; return None if it does not report one."""
@@ -354,6 +368,7 @@ class Fleet:
             asking = tasks.spawn(self._ask_facts(worker), name=f"probe facts {worker.url}")
             self._asking[worker] = asking
             asking.add_done_callback(lambda _: self._asking.pop(worker, None))
+            asking.add_done_callback(lambda _: self._silent.discard(worker))
 
     async def _ask_facts(self, worker: Worker) -> Facts:
         facts, process = await self.probes.facts(worker)

@@ -232,5 +232,6 @@ class Gate:
             "asleep_since": self.asleep_since,
             "workers_paused_since": self.workers_paused_since,
             "held": self.held,
+            "queued": len(self.queue),
             "pauses": self.pauses,
         }

@@ -62,7 +62,7 @@ class WorkerPool(WorkerTable):
         self.homes, self.paces = Homes() if homes is None else homes, PaceEstimates()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
-        self.unnamed_weights = False  # the last update named no version
+        self.unnamed_weights, self.updated = False, False  # the last update named no version; there was one
         #: Odd while a weight update is under way. A version that was read under another epoch must be discarded.
         self.weights_epoch = 0
         self._failure_threshold = failure_threshold
@@ -121,14 +121,16 @@ class WorkerPool(WorkerTable):
             self._end_drain(worker)
             worker.caches.change(worker.weight_version, new_number())  # its old requests may still fill caches
             worker.failures, worker.weight_version = 0, None
-        self._register(worker)
-        return worker
+        return self._register(worker)
 
     def add_unreached(
         self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
     ) -> Worker:
         """Register a worker like `add`; a new one is not routable before it passes a check, if checks quarantine."""
         if (known := self._workers.get(address.url)) is not None:
+            if known.state is DRAINING:  # nothing but a list says that it lives
+                self._move(known, WorkerState.UNREACHED, EXPECTED, before=known.state)
+                self._end_drain(known)
             self._update(known, api_key, attributes)
             return known
         if self._failure_threshold >= NEVER:
@@ -164,10 +166,11 @@ class WorkerPool(WorkerTable):
 
     def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
         new_key = api_key is not None and worker.set_key(api_key)
-        if attributes:
+        if attributes is not None:
             worker.set_attributes(attributes)
-        if attributes or new_key:
+        if attributes is not None or new_key:
             self._publish()
+            self._settle_weights()
         if worker.state is DRAINING and worker.url in self._workers:
             worker.failures = 0
             self._move(worker, WorkerState.READY, "registered again while draining", before=worker.state)
@@ -376,7 +379,7 @@ class WorkerPool(WorkerTable):
     def record_update(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
         """Record that `workers` took an update to this version (None: it named none), or, without `took`, that only
         the version's name was set. Under `same-weights` the other workers get no requests until they are updated."""
-        self.weight_version, self.unnamed_weights = version, version is None
+        self.weight_version, self.unnamed_weights, self.updated = version, version is None, True
         for worker in self:
             worker.missed_update = (version is None or worker.missed_update) and not (took and worker in workers)
         for worker in workers if version is not None else ():
@@ -418,30 +421,27 @@ class WorkerPool(WorkerTable):
         """Vote on the fleet's weight version, and move workers between READY and OUTDATED. Removals need this too."""
         if self._settling or self.report is not None:
             return
-        self._settling = True
+        self._settling = moved = True
         try:
-            self._count_versions()
-            while self._readmit == "same-weights" and self._move_one_by_weights():
-                self._count_versions()
+            while moved:
+                if not self.unnamed_weights:
+                    routable = bool(self.snapshot.routable)
+                    self.weight_version = voted_version(self, self.weight_version, routable, self.updated)
+                moved = self._readmit == "same-weights" and self._move_one_by_weights()
         finally:
             self._settling = False
-
-    def _count_versions(self) -> None:
-        if not self.unnamed_weights:
-            self.weight_version = voted_version(self, self.weight_version, routable=bool(self.snapshot.routable))
 
     def _move_one_by_weights(self) -> bool:
         """Move one worker whose state does not match its weights to OUTDATED or READY. Return True if one moved."""
         for worker in self:
             reason = other_weights(worker, self.weight_version)
+            worker.vouched |= worker.state is WorkerState.READY and worker.weight_version == self.weight_version
             before = WorkerState.OUTDATED if reason is None else WorkerState.READY
             if worker.state is before:
                 after = WorkerState.READY if reason is None else WorkerState.OUTDATED
                 self._move(worker, after, reason or f"has weight version {worker.weight_version!r}", before=before)
                 return True
         return False
-
-    # Transitions
 
     def _move(self, worker: Worker, state: WorkerState, reason: str, *, before: WorkerState | None) -> None:
         worker.state, worker.reason, worker.since, worker.stalled = state, reason, self._now(), False

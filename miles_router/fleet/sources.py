@@ -19,7 +19,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 Listed = Mapping[str, str]
 
 #: Bounds of a file. A DNS answer has at most 64 kB.
-MAX_FILE_BYTES, MAX_WORKERS = 4 * 1024 * 1024, 10_000
+MAX_FILE_BYTES, MAX_LINE, MAX_WORKERS = 4 * 1024 * 1024, 8 * 1024, 10_000
 MAX_PORT = 65535
 DNS, FILE = "dns://", "file:"
 #: The fields that a line or a DNS source may have beside the address.
@@ -114,8 +114,9 @@ def parse_file(text: str) -> list[Listed]:
     listed = []
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            words = shlex.split(line, comments=True)
-            if words:
+            if len(line) > MAX_LINE:  # the time of `shlex` grows with the square of a word
+                raise ValueError(f"it has more than {MAX_LINE} characters")
+            if words := shlex.split(line, comments=True):
                 listed.append(_worker(words))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
@@ -153,7 +154,14 @@ def parse_source(text: str) -> Source:
         raise ValueError(f"{text!r} must be dns://NAME:PORT or file:PATH")
     parts = urlsplit(text)
     host, _, port = parts.netloc.rpartition(":")
-    if not host or "@" in host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT or parts.path or parts.fragment:
+    if (
+        not host
+        or {*"@[]"} & {*host}
+        or not port.isdecimal()
+        or not 0 < int(port) <= MAX_PORT
+        or parts.path
+        or parts.fragment
+    ):
         raise ValueError(f"{text!r} must be dns://NAME:PORT, with a port from 1 to 65535")
     fields = _fields(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     if "api_key" in fields:

@@ -98,9 +98,10 @@ class WorkerTable:
         for transition in [*(Transition(worker, worker.state, None, "removed") for worker in gone), *transitions]:
             self._notify(transition)
 
-    def _register(self, worker: Worker) -> None:
+    def _register(self, worker: Worker) -> Worker:
         self._workers[worker.url] = worker
         worker.serial = next(self.serials)
+        return worker
 
     def _publish(self) -> None:
         self.snapshot = Snapshot.of(self.snapshot.number + 1, self._workers.values())

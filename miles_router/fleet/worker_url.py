@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from urllib.parse import SplitResult, urlsplit
 
 from miles_router.errors import BadRequest
@@ -23,7 +24,7 @@ class WorkerUrl:
     prefix: bytes
     authority: bytes
 
-    @property
+    @cached_property
     def id(self) -> str:
         """A short name for use in paths, the same in every router."""
         return hashlib.sha256(self.url.encode()).hexdigest()[:12]

@@ -156,6 +156,7 @@ class Worker:
         "state",
         "units",
         "url",
+        "vouched",
         "weight_version",
         "withholds_adapters",
     )
@@ -187,6 +188,8 @@ class Worker:
         self.weight_version: str | None = None
         #: Whether it missed the last update of the fleet's weights, an update without a version.
         self.missed_update = False
+        #: Whether this engine process has had the fleet's weights while it took requests.
+        self.vouched = False
         self.last_check: float | None = None
         self.pulse = Pulse()
         self.caches = PrefixCaches()
@@ -233,7 +236,7 @@ class Worker:
 
     def forget_engine(self) -> None:
         """Forget the engine, because another process may answer at this address from now on."""
-        self.last_capacity = self.units[0].capacity
+        self.last_capacity, self.vouched = self.units[0].capacity, False
         self.facts, self.engine, self.applies_adapters = None, None, None
         for unit in self.units:
             unit.pace, unit.measurements = 1.0, None
@@ -326,13 +329,16 @@ def other_weights(worker: Worker, version: str | None, *, must_say: bool = False
     return None
 
 
-def voted_version(workers: Iterable[Worker], version: str | None, *, routable: bool) -> str | None:
+def voted_version(workers: Iterable[Worker], version: str | None, routable: bool, updated: bool) -> str | None:
     """Return the fleet's weight version: the version of most workers that answer, or `version` on a tie.
 
     While no worker is routable, all workers vote and only a unanimous vote changes the version. Otherwise one restarted
-    worker could decide for all.
+    worker could decide for all. Once the fleet was `updated`, discovered workers that have not had its weights
+    have no vote: ten new engines with weights from the disk must not outvote two trained ones.
     """
     voters = [worker for worker in workers if worker.state in ALIVE or not routable]
+    if updated:
+        voters = [worker for worker in voters if worker.vouched or DISCOVERED not in worker.attributes]
     votes = Counter(worker.weight_version for worker in voters if worker.weight_version is not None)
     if not votes or (not routable and len(votes) > 1):
         return version

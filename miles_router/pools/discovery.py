@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 from miles_router import tasks
 from miles_router.errors import NotFound, RouterError, StateError
 from miles_router.fleet.sources import Listed, Source, SourceUnreadable
-from miles_router.fleet.workers import DISCOVERED, WorkerState
+from miles_router.fleet.workers import BOOTSTRAP_PORT, DISCOVERED, ROLE, Role, Worker, WorkerState
 from miles_router.metrics import Statistics, counter, gauge
 from miles_router.pools.pools import Pools
 from miles_router.pools.registry import WorkerRegistry
@@ -83,6 +83,7 @@ class Discovery:
 
     def __init__(self, sources: Sequence[Source], registry: WorkerRegistry, pools: Pools, *, interval: float) -> None:
         self._reads = [_Read(source) for source in sources]
+        self._names = {source.name for source in sources}
         self._registry = registry
         self._pools = pools
         self._interval = min(AGAIN, interval)
@@ -124,12 +125,20 @@ class Discovery:
         for each in self._reads:
             for url, listed in (each.listed or {}).items():
                 wanted.setdefault(url, (each.source.name, listed))
-        self._drain_unlisted(set(wanted))
+        registered = {worker.url: worker for worker in self._pools.workers}
+        self._drain_unlisted(wanted)
         self._added = {url: listed for url, listed in self._added.items() if url in wanted}
         self._refused = {url: reason for url, reason in self._refused.items() if url in wanted}
+        pace = tasks.Pace()
         for url, (source, listed) in wanted.items():
-            if self._added.get(url) != listed:
-                await self._add(url, source, listed)
+            worker = registered.get(url)
+            if url in self._added:  # an operator's removal holds
+                if worker is None or worker.state is WorkerState.DRAINING or self._added[url] == listed:
+                    continue
+            elif worker is not None and url in self._drains and not self._is(worker, listed):
+                continue  # it is added as the other worker once it has left
+            await self._add(url, source, listed)
+            await pace.step()
 
     async def _add(self, url: str, source: str, listed: Listed) -> None:
         try:
@@ -146,15 +155,26 @@ class Discovery:
             self.statistics.added[source] += 1
         self._added[url] = listed
 
-    def _drain_unlisted(self, listed: set[str]) -> None:
-        """Drain the workers that discovery added and that no source lists, unless their source was never read."""
-        known = {each.source.name for each in self._reads if each.listed is not None}
-        for worker in self._pools.workers:
-            source = str(worker.attributes.get(DISCOVERED))
-            if source not in known or worker.url in listed or worker.url in self._drains:
-                continue
-            if worker.state is not WorkerState.DRAINING:
-                self._drains[worker.url] = tasks.spawn(self._drain(worker.url, source), name=f"drain {worker.url}")
+    def _drain_unlisted(self, wanted: Mapping[str, tuple[str, Listed]]) -> None:
+        """Drain the workers that discovery added and that no source lists, or lists as another worker.
+
+        A worker stays while its source was never read, and while its fleet is paused or asleep: it would leave paused,
+        and no order to continue would reach it.
+        """
+        unread = {each.source.name for each in self._reads if each.listed is None}
+        for pool in self._pools:
+            for worker in pool.fleet.pool if not pool.fleet.gate.closed_by_router else ():
+                source = worker.attributes.get(DISCOVERED)
+                if source is None or source in unread or worker.url in self._drains:
+                    continue
+                if worker.url in wanted and self._is(worker, wanted[worker.url][1]):
+                    continue
+                if source not in self._names and unread:
+                    continue  # of a source that is not set any more; another one may list it, once it is read
+                if worker.state is not WorkerState.DRAINING:
+                    self._added.pop(worker.url, None)
+                    drain = self._drain(worker.url, str(source))
+                    self._drains[worker.url] = tasks.spawn(drain, name=f"drain {worker.url}")
 
     async def _drain(self, url: str, source: str) -> None:
         try:
@@ -166,3 +186,11 @@ class Discovery:
             logger.warning("unlisted_worker_not_drained", extra={"fields": fields})
         finally:
             del self._drains[url]
+
+    def _is(self, worker: Worker, listed: Listed) -> bool:
+        """Return whether the worker is the listed one: another model or role at its address is another worker."""
+        return self._identity(worker.attributes) == self._identity(listed)
+
+    def _identity(self, fields: Mapping[str, object]) -> tuple[object, str, str]:
+        role, port = fields.get(ROLE) or Role.REGULAR, fields.get(BOOTSTRAP_PORT) or ""
+        return fields.get("model_id") or self._pools.default.name, str(role), str(port)

@@ -55,9 +55,11 @@ class WorkerRegistry:
             pool, known = await self._pool_of(address, arguments.get("model_id"))
             if source is not None and known is not None and DISCOVERED not in known.attributes:
                 return known
-            if pool.name and (attributes or known is None):  # without new attributes, a known worker keeps its old ones
+            if known is not None and not attributes:  # without new attributes, a known worker keeps its old ones
+                attributes = {name: each for name, each in known.attributes.items() if name != DISCOVERED}
+            elif pool.name:
                 attributes["model_id"] = pool.name
-            if source is None:
+            if source is None:  # the worker is its own from now on, even if discovery had added it
                 worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
             else:
                 attributes[DISCOVERED] = source

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
+import re
 import ssl
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -32,6 +34,8 @@ STREAM_SECONDS, STREAM_EVERY = 1.5, 0.125
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 #: Bounds: bytes of an answer, of an answer in a message, and of the request to try.
 MAX_ANSWER, SHOWN, MAX_BODY = 1024 * 1024, 200, 1024**3
+#: Statuses by which a router or a proxy refuses a request at once.
+REFUSALS = (400, 401, 403, 404, 405, 503)
 OK, WARNING, FAILURE = "ok", "warn", "FAIL"
 
 
@@ -44,7 +48,15 @@ class Finding(NamedTuple):
 
 
 class Unreached(Exception):
-    """No usable answer came. The message says why."""
+    """No usable answer came. The message says why.
+
+    Attributes:
+        refused: the router, or a server in front of it, has refused the request; no limit on the way is to blame.
+    """
+
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.refused = refused
 
 
 class OutsideAnswer(NamedTuple):
@@ -106,7 +118,7 @@ class Outside:
         """
         answer = self.ask("POST", PATH + query, body, patience=patience)
         if answer.status != 200:
-            raise Unreached(answer.shown)
+            raise Unreached(answer.shown, refused=answer.status in REFUSALS)
         if not answer.body.startswith(b'data: {"received":') or not answer.body.endswith(b"data: [DONE]\n\n"):
             raise Unreached("its answer is cut, or another server's")
         return answer
@@ -164,7 +176,12 @@ def _stream(outside: Outside) -> Finding:
 
 
 def _address(outside: Outside) -> Finding:
-    if f'"base_url":"{outside.url}"'.encode() not in (answer := outside.probe()).body:
+    answer = outside.probe()
+    found = re.search(rb'"base_url":"([^"]+)"', answer.body)
+    told = None
+    with suppress(BadRequest):
+        told = parse_worker_url(found[1].decode("latin-1")).url if found else None
+    if told != outside.url:
         text = f"sessions would send agents elsewhere; set --public-url {outside.url} (POST {PATH}: {answer.shown})"
         return Finding(FAILURE, "base_url", text)
     return Finding(OK, "base_url", "sessions send agents to this address")
@@ -186,7 +203,10 @@ def _silence(outside: Outside, idle: float) -> Finding:
     try:
         outside.probe(f"?delay={idle}", patience=idle + PATIENCE)
     except Unreached as error:
-        text = f"an answer that takes {idle:g} s does not arrive ({error}); raise the proxy's time limit "
+        text = f"an answer that takes {idle:g} s does not arrive ({error})"
+        if error.refused:
+            return Finding(FAILURE, "silence", text)
+        text += "; raise the proxy's time limit "
         text += "(nginx: proxy_read_timeout), or let agents stream: heartbeats come every --heartbeat-interval seconds"
         return Finding(FAILURE, "silence", text)
     return Finding(OK, "silence", f"an answer that takes {idle:g} s arrives")

@@ -203,7 +203,7 @@ def banner(config: RouterConfig, address: tuple[str, int]) -> str:
     rows = [
         ("listening", f"http://{host}:{address[1]}"),
         ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),
-        ("workers", ", ".join(workers) or "none yet: POST /add_worker?url=..."),
+        ("workers", ", ".join((*workers, *config.discover)) or "none yet: POST /add_worker?url=..."),
         ("health", _health_line(config)),
         ("keys", _keys_line(Keys(data_keys(config), admin_keys(config)))),
     ]

@@ -63,11 +63,12 @@ class MergedView:
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
         described["statistics"] |= _statistics(replies)  # those of discovery are the leader's own
         for each in replies:
-            for name, held in each["held"].items():
-                if name == self._pools.default.name:
-                    described["gate"]["held"] += held
+            for name, gate in each["gates"].items():
+                shown_gates = [described["gate"]] if name == self._pools.default.name else []
                 if name in described.get("pools", ()):
-                    described["pools"][name]["gate"]["held"] += held
+                    shown_gates.append(described["pools"][name]["gate"])
+                for own in shown_gates:
+                    own["held"], own["queued"] = own["held"] + gate["held"], own["queued"] + gate["queued"]
         described["processes"] = sorted(self._coordinator.processes())
         return described
 

@@ -212,8 +212,8 @@ class ShardRole(ProcessRole):
         return Message({"found": [await pool.health.activity(worker) for pool, worker in found]})
 
     async def _report_numbers(self, message: Message) -> Message:
-        held = {pool.name: pool.fleet.gate.held for pool in self._pools}
-        numbers = {"numbers": self._admin.numbers(), "facts": self._admin.facts(), "held": held}
+        gates = {pool.name: pool.fleet.gate.describe() for pool in self._pools}
+        numbers = {"numbers": self._admin.numbers(), "facts": self._admin.facts(), "gates": gates}
         return Message({}, orjson.dumps(numbers))  # the same content as `GET /router/info` of one process
 
     async def _report_metrics(self, message: Message) -> Message:

@@ -33,6 +33,7 @@ _COPIED = (
     "api_key",
     "rank_fault",
     "applies_adapters",
+    "vouched",
 )
 
 
@@ -43,6 +44,7 @@ def dump_fleet(fleet: Fleet) -> Record:
         "weight_version": pool.weight_version,
         "weights_epoch": pool.weights_epoch,
         "unnamed_weights": pool.unnamed_weights,
+        "updated": pool.updated,
         "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
         "stalls": pool.stalls,
         **dump_standstill(fleet),
@@ -106,7 +108,7 @@ def apply_fleet(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> 
     """Apply a pool's state to a fleet."""
     pool = fleet.pool
     pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
-    pool.stalls, pool.unnamed_weights = record["stalls"], record["unnamed_weights"]
+    pool.stalls, pool.unnamed_weights, pool.updated = record["stalls"], record["unnamed_weights"], record["updated"]
     apply_workers(pool, record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
     fleet.invalidate_reported()

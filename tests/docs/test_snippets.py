@@ -122,6 +122,9 @@ def test_json_parses(block: Block) -> None:
     json.loads(block.text)
 
 
+SETTINGS = sorted(file for file in (ROOT / "configs").glob("*.yaml") if file.name != "kustomization.yaml")
+
+
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
 def test_configurations_in_pages_load(block: Block, tmp_path: Path, checkpoint: Path) -> None:
     file = tmp_path / "shown.yaml"
@@ -129,7 +132,7 @@ def test_configurations_in_pages_load(block: Block, tmp_path: Path, checkpoint: 
     create_app(load({}, {"MILES_ROUTER_HF_CHECKPOINT": str(checkpoint)}, (), str(file)).config)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", SETTINGS, ids=lambda file: file.name)
 def test_every_file_of_settings_in_configs_starts_a_router(file: Path, checkpoint: Path) -> None:
     loaded = load({}, {"MILES_ROUTER_HF_CHECKPOINT": str(checkpoint)}, (), str(file))
     create_app(loaded.config)

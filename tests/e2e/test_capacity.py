@@ -8,9 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
+from miles_router.testing import SimulatedWorker
 from tests.e2e.test_admission import MEMORY, Fleet, fleet
-from tests.support.fleet import held
+from tests.support.fleet import JSON, held
 from tests.support.stage import Stage
+from tests.support.under_way import under_way
 
 
 async def capacity(scene: Fleet, query: str = "") -> dict[str, Any]:
@@ -48,9 +50,33 @@ async def test_it_is_what_admission_lets_begin(stage: Stage) -> None:
 
 async def test_a_pause_and_another_model_are_told(stage: Stage) -> None:
     async with fleet(stage) as scene:
+        assert (await scene.turn("running", 100)).status == 200
         assert (await scene.router.ask("POST", "/pause_generation", body=b"{}")).status == 200
-        assert (await capacity(scene, "?tokens=100"))["paused"] is True
+        async with under_way(scene.turn("running", 200)) as turn:
+            await held(scene.router, 1)
+            told = await capacity(scene, "?tokens=100")
+            assert (told["paused"], told["waiting"]) == (True, 0), "a turn of a session that runs waits for no room"
+            assert told["room"] > 15
+            assert (await scene.router.ask("POST", "/continue_generation", body=b"{}")).status == 200
+            assert (await turn).status == 200
         assert (await scene.router.ask("GET", "/router/capacity?model_id=other")).status == 404
+
+
+async def test_a_pair_counts_once_and_half_a_pair_has_no_room(stage: Stage) -> None:
+    async with fleet(stage) as scene, SimulatedWorker(context_len=MEMORY) as prefill:
+        (alone,) = scene.router.pool
+        assert (await scene.router.ask("POST", f"/remove_worker?url={alone.url}")).status == 200
+        assert (await capacity(scene, "?tokens=100"))["room"] == 0, "there is no worker"
+        added = orjson.dumps({"url": prefill.url, "worker_type": "prefill", "bootstrap_port": 9000})
+        assert (await scene.router.ask("POST", "/workers", JSON, added)).status == 201
+        await scene.known()
+        assert (await capacity(scene, "?tokens=100"))["room"] == 0, "nothing generates"
+        added = orjson.dumps({"url": scene.workers[0].url, "worker_type": "decode"})
+        assert (await scene.router.ask("POST", "/workers", JSON, added)).status == 201
+        await scene.known()
+        for number in range(2):
+            await scene.turn(f"session-{number}", 100)
+        assert (await capacity(scene))["sessions"] == 2
 
 
 @pytest.mark.parametrize("tokens", ["0", "-1", "1.5", "many", "", "1" * 10, "²"])

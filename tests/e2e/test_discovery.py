@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from tests.support.running_router import command, router_process, running_router
 from tests.support.waiting import PATIENCE, STEP, until
 
 FAST: dict[str, Any] = {"health_check_interval": 0.05, "deep_health_check_interval": 0.0}
+UPDATE = b'{"model_path": "/checkpoints/100", "weight_version": "100"}'
+ANSWERS = b'{"text": "Hi", "sampling_params": {"max_new_tokens": 60, "ignore_eos": true}, "stream": true}'
 
 
 async def workers_of(url: str) -> dict[str, dict[str, Any]]:
@@ -82,8 +85,7 @@ async def test_a_listed_worker_joins_and_an_unlisted_one_drains(tmp_path: Path) 
         record = (await workers_of(router.url))[one.url]
         assert (record["discovered"], record["labels"]) == (source, "rack-7")
 
-        body = b'{"text": "Hi", "sampling_params": {"max_new_tokens": 60, "ignore_eos": true}, "stream": true}'
-        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, body)) for _ in range(2)]
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(2)]
         await until(lambda: other.running == 1, "the second worker generates")
         path.write_text(f"{one.url}\n")
         await become(router.url, {one.url: "ready", other.url: "draining"})
@@ -106,6 +108,7 @@ BROKEN = {
     "a field without value": b"http://127.0.0.1:30000 model_id\n",
     "an open quote": b"http://127.0.0.1:30000 labels='a\n",
     "too large": b"#" * (4 * 1024 * 1024) + b"\n",
+    "a line of 9 kB": b"http://127.0.0.1:30000 labels='" + b"a" * 9_000 + b"'\n",
     "a directory": os.curdir.encode(),
 }
 
@@ -204,6 +207,138 @@ async def test_a_worker_that_left_while_the_router_was_down_is_drained(tmp_path:
             assert (await statistics(router.url))["drained"] == {f"file:{path}": 1}
 
 
+async def test_newcomers_never_outvote_the_fleet_that_was_updated(tmp_path: Path) -> None:
+    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
+    async with contextlib.AsyncExitStack() as stack:
+        trained, *new = [(await stack.enter_async_context(SimulatedWorker())).url for _ in range(4)]
+        path.write_text(f"{trained}\n")
+        router = await stack.enter_async_context(running_router(discover=(f"file:{path}", absent), **FAST))
+        await become(router.url, {trained: "ready"})
+        assert (await ask(router.url, "POST", "/update_weights_from_disk", JSON, UPDATE)).status == 200
+        path.write_text("\n".join([trained, *new, ""]))
+        await become(router.url, {trained: "ready"} | dict.fromkeys(new, "outdated"))
+        path.write_text("\n".join([*new, ""]))
+        await become(router.url, dict.fromkeys(new, "outdated"))
+        await read_again(router.url, absent)
+        assert await states(router.url) == dict.fromkeys(new, "outdated"), "an engine from the disk never serves"
+        assert (await ask(router.url, "POST", "/update_weights_from_disk", JSON, UPDATE)).status == 200
+        await become(router.url, dict.fromkeys(new, "ready"))
+
+
+async def test_a_listed_worker_that_accepts_and_is_silent_holds_up_no_pause(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    async with SimulatedWorker() as worker, running_router(worker.url, discover=(f"file:{path}",), **FAST) as router:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            hung = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            path.write_text(f"{hung}\n")
+            await become(router.url, {worker.url: "ready", hung: "unreached"})
+            for order in ("/pause_generation", "/continue_generation"):
+                reply = await asyncio.wait_for(ask(router.url, "POST", order, JSON, b"{}"), PATIENCE / 2)
+                assert reply.status == 200
+
+
+async def test_an_address_that_is_listed_for_another_model_is_another_worker(tmp_path: Path) -> None:
+    path = tmp_path / "workers"
+    async with (
+        SimulatedWorker(token_latency_s=0.01) as worker,
+        running_router(discover=(f"file:{path}",), **FAST) as router,
+    ):
+        for listed, model in (("", None), ("model_id=other", "other"), ("worker_type=decode", None)):
+            path.write_text(f"{worker.url} {listed}\n")
+
+            async def joined(model: str | None = model, listed: str = listed) -> bool:
+                found = (await workers_of(router.url)).get(worker.url, {})
+                fields = (found.get("model_id"), found.get("worker_type", "regular"), found.get("state"))
+                return fields == (model, "decode" if "decode" in listed else "regular", "ready")
+
+            await until_true(joined, f"the worker is listed as {listed or 'a plain one'}")
+
+
+async def test_what_an_operator_removes_stays_away_while_it_is_listed(tmp_path: Path) -> None:
+    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
+    async with (
+        SimulatedWorker() as one,
+        SimulatedWorker(token_latency_s=0.02) as other,
+        running_router(discover=(f"file:{path}", absent), **FAST) as router,
+    ):
+        path.write_text(f"{one.url}\n{other.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(2)]
+        await until(lambda: other.running == 1, "the second worker generates")
+        assert (await ask(router.url, "POST", f"/remove_worker?url={one.url}")).status == 200
+        draining = asyncio.ensure_future(ask(router.url, "POST", f"/remove_worker?url={other.url}&drain=true"))
+        await become(router.url, {other.url: "draining"})
+        path.write_text(f"{one.url} labels=new\n{other.url} labels=new\n")
+        await asyncio.gather(*asking)
+        assert (await draining).status == 200
+        await read_again(router.url, absent)
+        assert await states(router.url) == {}
+
+
+async def test_a_worker_that_disappears_during_a_pause_leaves_after_it(tmp_path: Path) -> None:
+    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
+    async with SimulatedWorker() as worker, running_router(discover=(f"file:{path}", absent), **FAST) as router:
+        path.write_text(f"{worker.url}\n")
+        await become(router.url, {worker.url: "ready"})
+        assert (await ask(router.url, "POST", "/pause_generation", JSON, b"{}")).status == 200
+        path.write_text("# none\n")
+        await read_again(router.url, absent, 4)
+        assert set(await states(router.url)) == {worker.url}
+        assert (await ask(router.url, "POST", "/continue_generation", JSON, b"{}")).status == 200
+        await become(router.url, {})
+        assert not worker.engine.paused
+
+
+async def test_a_worker_that_registers_itself_is_its_own_although_it_was_listed(tmp_path: Path) -> None:
+    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
+    async with (
+        SimulatedWorker() as bare,
+        SimulatedWorker() as labelled,
+        running_router(discover=(f"file:{path}", absent), **FAST) as router,
+    ):
+        path.write_text(f"{bare.url}\n{labelled.url} labels=rack-7\n")
+        await become(router.url, {bare.url: "ready", labelled.url: "ready"})
+        for query in (bare.url, labelled.url):
+            assert (await ask(router.url, "POST", f"/add_worker?url={query}")).status == 200
+        path.write_text("# none\n")
+        await read_again(router.url, absent, 4)
+        found = await workers_of(router.url)
+        assert set(found) == {bare.url, labelled.url}
+        assert found[labelled.url]["labels"] == "rack-7"
+
+
+async def test_a_draining_worker_that_is_listed_again_is_asked_before_it_takes_requests(tmp_path: Path) -> None:
+    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
+    async with (
+        SimulatedWorker() as one,
+        SimulatedWorker(token_latency_s=0.02) as other,
+        running_router(discover=(f"file:{path}", absent), **FAST) as router,
+    ):
+        path.write_text(f"{one.url}\n{other.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(2)]
+        await until(lambda: other.running == 1, "the second worker generates")
+        path.write_text(f"{one.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "draining"})
+        other.faults.status(500, path="/model_info", times=None)
+        path.write_text(f"{one.url}\n{other.url}\n")
+        await become(router.url, {one.url: "ready", other.url: "unreached"})
+        other.faults.clear()
+        await become(router.url, {one.url: "ready", other.url: "ready"})
+        assert all(reply.body.endswith(b"data: [DONE]\n\n") for reply in await asyncio.gather(*asking))
+
+
+async def test_workers_of_a_source_that_is_no_longer_set_are_drained(tmp_path: Path) -> None:
+    before, after, state = tmp_path / "before", tmp_path / "after", str(tmp_path / "state")
+    async with SimulatedWorker() as stays, SimulatedWorker() as leaves:
+        before.write_text(f"{stays.url}\n{leaves.url}\n")
+        after.write_text(f"{stays.url}\n")
+        for path, wanted in ((before, (stays, leaves)), (after, (stays,))):
+            given = ("--discover", f"file:{path}", "--state-dir", state, "--health-check-interval", "0.1")
+            async with router_process(*given) as router:
+                await become(router.url, {worker.url: "ready" for worker in wanted})
+
+
 needs_dns = pytest.mark.skipif(
     shutil.which("dnsmasq") is None or os.geteuid() != 0, reason="needs dnsmasq, and a mount namespace for resolv.conf"
 )
@@ -271,6 +406,7 @@ WRONG = (
     "dns://workers:30000?weight=1",
     "dns://workers:30000?api_key=secret",
     "dns://user@workers:30000",
+    "dns://[::1]:30000",
     "http://workers:30000",
 )
 

@@ -172,7 +172,8 @@ async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: S
             await metric(router, "miles_router_pauses_total"),
         ]
 
-    opened = {"closed": False, "mode": None, "paused_since": None, "asleep_since": None, "workers_paused_since": None}
+    opened: dict[str, Any] = {"closed": False, "mode": None, "paused_since": None, "asleep_since": None}
+    opened |= {"workers_paused_since": None, "queued": 0}
     assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 0}, [0, 0, 0, 0])
     await post(router, "/pause_generation", mode="retract")
     waiting = asyncio.ensure_future(post(router, "/generate", text="Hi"))

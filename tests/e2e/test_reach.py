@@ -59,7 +59,16 @@ async def test_a_router_with_keys_has_all_that_an_agent_needs() -> None:
         assert status == 0
         status, findings = await found(router.url, "--idle", "0.5", key="another")
         assert (status, findings["stream"][0]) == (1, "FAIL")
-        assert "401" in findings["stream"][1]
+        for subject in ("stream", "silence"):
+            assert "401" in findings[subject][1]
+            assert "proxy" not in findings[subject][1], "a refusal is no fault of a proxy"
+
+
+async def test_an_address_has_many_spellings() -> None:
+    (port,) = free_ports(1)
+    async with running_router(port=port, public_url=f"http://LocalHost:{port}/") as router:
+        _, findings = await found(router.url.replace("127.0.0.1", "LOCALHOST"), "--idle", "0.5", "--body", "0.1")
+        assert findings["base_url"][0] == "ok"
 
 
 async def test_what_answers_without_a_key_and_a_wrong_address_are_named() -> None:

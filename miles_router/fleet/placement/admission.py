@@ -65,6 +65,8 @@ class Admission:
         None if an engine has not reported its memory.
         """
         self._homes.expire()
+        if not self._snapshot().generating:
+            return 0
         counts = []
         for units in self._groups:
             if any(unit.capacity is None for unit in units):
