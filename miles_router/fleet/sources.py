@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from miles_router.errors import BadRequest
 from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import ROLE, Role
 
 #: The arguments of one worker's registration, as in the body of `POST /workers`.
 Listed = Mapping[str, str]
@@ -166,6 +167,8 @@ def parse_source(text: str) -> Source:
     fields = _fields(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     if "api_key" in fields:
         raise ValueError("dns://: a key would be shown with the settings; name workers with keys in a file")
+    if (role := fields.get(ROLE, Role.REGULAR)) not in [*Role]:
+        raise ValueError(f"dns://: {ROLE} must be one of {', '.join(Role)}, got {role!r}")
     return DnsSource(text, host, int(port), fields)
 
 

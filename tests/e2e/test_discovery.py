@@ -405,6 +405,7 @@ WRONG = (
     "dns://workers:30000/path",
     "dns://workers:30000?weight=1",
     "dns://workers:30000?api_key=secret",
+    "dns://workers:30000?worker_type=encode",
     "dns://user@workers:30000",
     "dns://[::1]:30000",
     "http://workers:30000",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from miles_router.reach.route import MOST
+from tests.e2e.test_tls_in_front import in_front, needs_nginx
 from tests.support.http import ask, request
 from tests.support.ports import free_ports
 from tests.support.running_router import running_router
@@ -37,10 +35,12 @@ http {{
 """
 
 
-async def found(url: str, *options: str, key: str | None = CLIENTS) -> tuple[int, Mapping[str, tuple[str, str]]]:
+async def found(
+    url: str, *options: str, key: str | None = CLIENTS, **variables: str
+) -> tuple[int, Mapping[str, tuple[str, str]]]:
     """The exit status of the command, and its findings by subject."""
     code = f"import sys; from miles_router.cli import main; main(['reach', {url!r}, *{options!r}])"
-    environment = dict(os.environ) if key is None else {**os.environ, "MILES_ROUTER_API_KEY": key}
+    environment = {**os.environ, **variables, **({} if key is None else {"MILES_ROUTER_API_KEY": key})}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, env=environment
     )
@@ -114,7 +114,7 @@ async def test_what_cannot_be_tried_is_one_line(stage: Stage) -> None:
     assert await found("http://127.0.0.1:1", key="two words") == (2, {})
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
+@needs_nginx
 async def test_behind_a_proxy_with_usual_settings_each_hindrance_is_named(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     async with running_router(api_key=CLIENTS, admin_api_key=ADMIN) as router:
@@ -136,6 +136,22 @@ async def test_behind_a_proxy_with_usual_settings_each_hindrance_is_named(tmp_pa
         assert "--public-url" in findings["base_url"][1]
         assert "client_max_body_size" in findings["body"][1]
         assert "504" in findings["silence"][1]
+
+
+@needs_nginx
+async def test_behind_tls_by_the_example_nothing_hinders(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    url = f"https://localhost:{port}"
+    async with (
+        running_router(api_key=CLIENTS, admin_api_key=ADMIN, public_url=url) as router,
+        in_front(router, tmp_path, port),
+    ):
+        trusted = str(tmp_path / "fullchain.pem")
+        status, findings = await found(url, "--idle", "1", "--body", "16", SSL_CERT_FILE=trusted)
+        assert (status, {level for level, _ in findings.values()}) == (0, {"ok"}), findings
+        status, findings = await found(url)
+        assert (status, findings["connection"][0]) == (1, "FAIL")
+        assert "certificate" in findings["connection"][1]
 
 
 async def test_only_so_many_wait_at_once_and_who_leaves_makes_room(stage: Stage) -> None:

@@ -62,11 +62,13 @@ needs_nginx = pytest.mark.skipif(
 
 
 @contextlib.asynccontextmanager
-async def in_front(router: RunningRouter, folder: Path) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+async def in_front(
+    router: RunningRouter, folder: Path, port: int | None = None
+) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     """nginx by the example before this router, and a client that trusts its certificate and finds it by its name."""
-    (port,) = free_ports(1)
+    (port,) = (port,) if port else free_ports(1)
     certificate, key = folder / "fullchain.pem", folder / "privkey.pem"
-    made = f"req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN={NAME} -addext subjectAltName=DNS:{NAME}"
+    made = f"req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN={NAME} -addext subjectAltName=DNS:{NAME},DNS:localhost"
     command = ["openssl", *made.split(), "-keyout", str(key), "-out", str(certificate)]
     await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
     paths = "".join(f"    {kind}_temp_path {folder}/{kind};\n" for kind in KINDS_OF_FILES)

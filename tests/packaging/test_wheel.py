@@ -112,6 +112,7 @@ def test_the_package_is_fit_for_an_index(dist: Path) -> None:
         inside = {name.partition("/")[2].partition("/")[0] for name in packed.getnames()}
     assert {"miles_router", "middleware_hub", "LICENSE", "README.md", "pyproject.toml", "CHANGELOG.md"} <= inside
     assert "tests" not in inside
+    assert f"\n## {__version__} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", PYTHONS)
