@@ -17,6 +17,8 @@ from miles_router.trajectory.sample import READERS, Format, Reward
 logger = logging.getLogger(__name__)
 
 NO_KEY = "none"  # OpenAI's clients require a key
+#: A `model_id`, or that and `top_k`.
+Teacher = str | Mapping[str, Any]
 
 
 class SessionInfo(TypedDict):
@@ -153,6 +155,7 @@ class Session:
         reward: Reward = None,
         label: Any = None,
         metadata: Mapping[str, Any] | None = None,
+        teacher: Teacher | None = None,
         format: Format = "safetensors",
     ) -> list[Sample]:
         """Return the training samples, one for each branch; the session stays as it is.
@@ -167,6 +170,8 @@ class Session:
             side_calls: whether requests of a harness beside its main conversation (titles, probes, sub-agents) give
                 samples too; by default as the router is configured, or else True.
             reward, label, metadata: set on every sample.
+            teacher: the `model_id` of a pool whose logprobs of the sampled tokens become `sample.teacher`, or
+                `{"model": ..., "top_k": ...}` for its likeliest tokens too (docs/fleets.md).
 
         Raises:
             InvalidSample: a sample would break an invariant, or no request of the agent was traced; no sample is
@@ -183,6 +188,7 @@ class Session:
             "reward": reward,
             "label": label,
             "metadata": metadata,
+            "teacher": teacher,
         }
         body = {name: value for name, value in fields.items() if value is not None}
         data = await self._transport.bytes(Request("POST", f"{self._path}/samples", body, repeatable=True))

@@ -4,7 +4,8 @@ JSON          {"samples": [{"tokens", "loss_mask", "logprobs", everything else, 
 safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tokens, ...; in the file's metadata, as
               JSON, `samples` with everything else of each, and `metadata`
 
-Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`.
+Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`. `trajectory.teacher` names the fields of a
+teacher's scores.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from miles_router.trajectory.json_parts import list_parts, object_parts
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.teacher import TEACHER, TeacherScores, arrays_of, facts_of, read_scores
 from miles_router.trajectory.trajectory import checked_arrays
 
 #: `completed`: the engine stopped by itself; `truncated`: a limit was reached; `aborted`: the generation was aborted.
@@ -65,10 +67,12 @@ class Sample:
         reward, label: as the client set them.
         metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what the client set.
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], if the router records them.
+        teacher: another model's logprobs of the sampled tokens, if they were requested.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `complete`, `finite`,
-            `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`.
+            `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`,
+            `teacher_fits`.
     """
 
     tokens: Tokens
@@ -83,6 +87,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: ShapedRows | None = None
     indexer_topk: ShapedRows | None = None
+    teacher: TeacherScores | None = None
 
     def __post_init__(self) -> None:
         arrays = checked_arrays(self.tokens, self.logprobs, self.loss_mask, self.weight_versions)
@@ -100,6 +105,8 @@ class Sample:
         self._check_response()
         for name, rows in self.rows.items():
             object.__setattr__(self, name, _checked_rows(name, np.asarray(rows), len(self)))
+        if self.teacher is not None:
+            self.teacher.check(len(self))
 
     def _check_response(self) -> None:
         length = self.response_length
@@ -135,11 +142,12 @@ class Sample:
             InvalidTrajectory: `complete`: a field is missing or has the wrong type; else as the class.
         """
         rows = {kind.name: _decoded_rows(kind, data[kind.name]) for kind in KINDS if data.get(kind.name) is not None}
-        return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows}, data)
+        arrays = {name: data.get(name, ()) for name in ARRAYS}
+        return _from_parts({**arrays, **rows, TEACHER: read_scores(data, data)}, data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sample as JSON-compatible values in the router's format, which `from_json` reads."""
-        made = {**{name: getattr(self, name).tolist() for name in ARRAYS}, **_facts(self, CARRIED)}
+        made = {**{name: array.tolist() for name, array in _flat_arrays(self).items()}, **_facts(self, CARRIED)}
         return {**made, **{name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}}
 
     def trainer_fields(self, *, arrays: bool = False) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def write_json(samples: Iterable[Sample], metadata: Mapping[str, Any], carried: 
 
 def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[bytes]:
     """Yield one sample as JSON, in parts."""
-    yield from object_parts({name: getattr(sample, name) for name in ARRAYS}, _facts(sample, carried))
+    yield from object_parts(_flat_arrays(sample), _facts(sample, carried))
     for name, rows in sample.rows.items():
         yield b',"%b":' % name.encode("ascii")
         yield from row_parts(rows)
@@ -176,7 +184,7 @@ def write_safetensors(
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     for place, sample in enumerate(samples):
-        every = {**{name: getattr(sample, name) for name in ARRAYS}, **sample.rows}
+        every = {**_flat_arrays(sample), **sample.rows}
         arrays.update({f"{place}.{name}": array for name, array in every.items()})
     facts = orjson.dumps([_facts(sample, carried) for sample in samples])
     return pack(arrays, {"samples": facts.decode(), "metadata": orjson.dumps(metadata).decode()})
@@ -213,7 +221,10 @@ def samples_of(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, st
         raise Malformed(f"no samples in safetensors: {_json_error(metadata['samples'].encode(), error)}") from None
     except KeyError as error:
         raise Malformed(f"no samples in safetensors: {error!r}") from None
-    return (_from_parts(part, facts) for part, facts in zip(parts, given, strict=True))
+    scores = (read_scores(arrays, facts, f"{place}.") for place, facts in enumerate(given))
+    return (
+        _from_parts({**part, TEACHER: score}, facts) for part, facts, score in zip(parts, given, scores, strict=True)
+    )
 
 
 WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetensors": write_safetensors}
@@ -222,6 +233,11 @@ READERS: Mapping[Format, Callable[[bytes], list[Sample]]] = {"json": read_json, 
 
 def _json_error(data: bytes, error: orjson.JSONDecodeError) -> str:
     return non_finite_literal(data, error.pos, error.msg) or repr(error)
+
+
+def _flat_arrays(sample: Sample) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that are not rows, for both formats."""
+    return {**{name: getattr(sample, name) for name in ARRAYS}, **arrays_of(sample.teacher)}
 
 
 def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
@@ -233,6 +249,7 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
         "status": sample.status,
         **{name: getattr(sample, name) for name in CARRIED if name in carried},
         "metadata": dict(sample.metadata),
+        **facts_of(sample.teacher),
     }
 
 
@@ -243,7 +260,8 @@ def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int) -> dict[str, 
 
 
 def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Sample:
-    """Return a sample from its arrays (or lists of numbers), rows and other fields. Raises as `Sample.from_json`."""
+    """Return a sample from its arrays (or lists of numbers), rows, a teacher's scores, and other fields. Raises as
+    `Sample.from_json`."""
     try:
         return Sample(
             **arrays,

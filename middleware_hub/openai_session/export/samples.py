@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares.rows import RowChannel
-from miles_router.trajectory import InvalidTrajectory, Sample, Trajectory
+from miles_router.trajectory import InvalidTrajectory, Sample, TeacherScores, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
@@ -196,6 +197,7 @@ class SamplePlan:
         classified: the classification of each turn, by number.
         freshness: the weight versions that the contract allows.
         when_read: called with the samples, each with its leaf.
+        teacher: the scores of the samples, if the request wants them.
     """
 
     maker: SampleMaker
@@ -207,6 +209,11 @@ class SamplePlan:
     classified: Sequence[Classification]
     freshness: Freshness
     when_read: Callable[[Iterable[tuple[Turn, Sample]]], None]
+    teacher: Sequence[TeacherScores] = ()
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the tokens of each sample."""
+        return [self._tokens(leaf.line(), elsewhere)[0] for leaf, elsewhere in self.leaves]
 
     def make(self) -> list[Sample]:
         """Return the samples.
@@ -214,7 +221,8 @@ class SamplePlan:
         Raises:
             UnusableSample: a sample would break an invariant; then none is returned.
         """
-        samples = [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
+        planned = zip_longest(self.leaves, self.teacher)
+        samples = [self._sample(leaf, elsewhere, scores) for (leaf, elsewhere), scores in planned]
         self.when_read([(leaf, sample) for (leaf, _), sample in zip(self.leaves, samples, strict=True)])
         return samples
 
@@ -226,11 +234,15 @@ class SamplePlan:
         """
         return WRITERS[self.request.format](self.make(), {**self.metadata, **self.facts}, self.request.carried)
 
-    def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
+    def _tokens(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int]) -> tuple[Trajectory, bool]:
+        """Return the tokens of a sample, and whether `max_seq_len` cut them."""
+        whole, longest = line_trajectory(line, elsewhere=elsewhere), self.request.max_seq_len
+        cut = longest is not None and len(whole) > longest
+        return whole[:longest] if cut else whole, cut
+
+    def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int], scores: TeacherScores | None) -> Sample:
         line, request = leaf.line(), self.request
-        whole = line_trajectory(line, elsewhere=elsewhere)
-        cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
-        trajectory = whole[: request.max_seq_len] if cut else whole
+        trajectory, cut = self._tokens(line, elsewhere)
         loss_mask = self.maker.apply_masks(line, trajectory, request.mask or ())
         prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
@@ -251,6 +263,7 @@ class SamplePlan:
                 response_length=len(trajectory) - prompt,
                 status="truncated" if cut else BY_FINISH_REASON.get(leaf.finish_reason, "completed"),
                 metadata={**self.metadata, **request.metadata, **own, **missing},
+                teacher=scores,
                 **rows,
                 **request.carried,
             )
