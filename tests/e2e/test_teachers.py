@@ -17,10 +17,12 @@ from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import Sample, TeacherScores
 from miles_router.trajectory.sample import read_safetensors
 from tests.support.audits import LONG, episode, forget_all, text_rollout, text_rollouts
-from tests.support.cache_trial import CACHE
+from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import ask
 from tests.support.session_apis import BOTH, PLAIN, case
 from tests.support.session_trial import JSON, SessionTrial, qwen3, session_trial, user
+from tests.support.simulated.sglang_jax import SimulatedJax
+from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage, staged
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -162,10 +164,15 @@ async def test_tokens_out_of_the_loss_are_scored_and_cut_ones_are_not(trial: Tea
 
 async def test_branches_and_texts_have_scores_of_their_own(trial: TeacherTrial) -> None:
     session = await trial.create()
+    history = await episode(trial, session, 1)
     for words in ("Hi", "Hello"):
-        await trial.chat(session, [user(words)], max_tokens=6)
-    for sample in await trial.samples(session, teacher="teacher"):
-        await see_scores(trial, sample, 0)
+        await trial.chat(session, [*history[:-1], user(words)], max_tokens=6)
+    samples = await trial.samples(session, teacher="teacher")
+    for sample in samples:
+        await see_scores(trial, sample, 0, np.flatnonzero(sample["logprobs"]).tolist())
+    assert sum(samples[0]["loss_mask"]) - sum(samples[1]["loss_mask"]) == LONG["max_tokens"], (
+        "the first trains the turn"
+    )
     texts = []
     for words in ("One two", "Three four"):
         body = {"text": words, "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}
@@ -200,6 +207,33 @@ async def test_both_forms_and_the_client_read_the_same_scores(trial: TeacherTria
     (sample,) = collected
     told = sample.trainer_fields()["teacher_log_probs"]
     assert told == pytest.approx(in_json["teacher_logprobs"][-sample.response_length :])
+
+
+async def test_engines_of_all_kinds_can_teach(stage: Stage) -> None:
+    async with (
+        SimulatedWorker(tokenizer=checkpoint()) as student,
+        SimulatedVLLM(checkpoint()).running() as vllm,
+        SimulatedJax(tokenizer=checkpoint(), seed=3) as jax,
+    ):
+        trial = await session_trial(stage, student, more=LAYERS, model_id="m", hf_checkpoint=checkpoint())
+        body = {"text": "One two", "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+        text = body["text"] + (await trial.ask("POST", GENERATE, body)).json()["text"]
+        for model, url in (("vllm", vllm.url), ("jax", jax.url)):
+            assert (await trial.ask("POST", "/workers", {"url": url, "model_id": model})).status == 201
+            for top_k in (0, 2):
+                with case(model, top_k):
+                    teacher = {"model": model, "top_k": top_k}
+                    found = (await trial.ask("POST", RETRIEVE, {"text": text, "teacher": teacher})).json()
+                    again = {"input_ids": found["tokens"], "return_logprob": True, "top_logprobs_num": top_k}
+                    fields = {"model": model, "sampling_params": {"max_new_tokens": 1}, "logprob_start_len": 0}
+                    meta = (await trial.ask("POST", GENERATE, {**fields, **again})).json()["meta_info"]
+                    for row, place in enumerate(in_the_loss(found)):
+                        own = meta["input_token_logprobs"][place][0]
+                        assert found["teacher_logprobs"][place] == pytest.approx(own)
+                        if top_k:
+                            tops = [entry[1] for entry in meta["input_top_logprobs"][place]]
+                            assert found["teacher_top_ids"][row] == tops
+                    assert len(in_the_loss(found)) == 6
 
 
 # Refused, and nothing is changed
