@@ -212,7 +212,8 @@ async def test_both_forms_and_the_client_read_the_same_scores(trial: TeacherTria
 async def test_engines_of_all_kinds_can_teach(stage: Stage) -> None:
     async with (
         SimulatedWorker(tokenizer=checkpoint()) as student,
-        SimulatedVLLM(checkpoint()).running() as vllm,
+        SimulatedVLLM(checkpoint(), names_ids=True).running() as vllm,
+        SimulatedVLLM(checkpoint()).running() as plain,
         SimulatedJax(tokenizer=checkpoint(), seed=3) as jax,
     ):
         trial = await session_trial(stage, student, more=LAYERS, model_id="m", hf_checkpoint=checkpoint())
@@ -231,9 +232,14 @@ async def test_engines_of_all_kinds_can_teach(stage: Stage) -> None:
                         own = meta["input_token_logprobs"][place][0]
                         assert found["teacher_logprobs"][place] == pytest.approx(own)
                         if top_k:
-                            tops = [entry[1] for entry in meta["input_top_logprobs"][place]]
-                            assert found["teacher_top_ids"][row] == tops
+                            tops = [entry[:2] for entry in meta["input_top_logprobs"][place]]
+                            tops += [[-9999.0, -1]] * (top_k - len(tops))  # vLLM's stand-in returns fewer
+                            assert found["teacher_top_ids"][row] == [token for _, token in tops]
+                            assert found["teacher_top_logprobs"][row] == pytest.approx([each for each, _ in tops])
                     assert len(in_the_loss(found)) == 6
+        assert (await trial.ask("POST", "/workers", {"url": plain.url, "model_id": "plain"})).status == 201
+        refusal = await trial.ask("POST", RETRIEVE, {"text": text, "teacher": {"model": "plain", "top_k": 2}})
+        assert (refusal.status, refusal.json()["error"]["type"]) == (501, "unsupported_by_engine")
 
 
 # Refused, and nothing is changed

@@ -47,7 +47,8 @@ async def test_scores_of_sessions_and_texts_are_the_teachers_own(
 ) -> None:
     session = await trial.create()
     await episode(trial, session, turns=2)
-    (rollout,) = [each for each in text_rollouts(trial) if each.id == await text_rollout(trial, 2)]
+    made = await text_rollout(trial, 2)
+    (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
     rid = rollout.turns[max(rollout.turns)].entry.rid
     async with RouterClient(trial.router.url) as client:
         (sample,) = await client.session(session).collect(teacher={"model": "teacher", "top_k": TOP_K})
