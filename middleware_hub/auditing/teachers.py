@@ -124,7 +124,8 @@ class Teacher:
     async def _score(self, trajectory: Trajectory, sampled: Any, length: int) -> TeacherScores:
         scores: dict[str, Any] = {"model": self._model, "weight_version": None}
         logprobs = np.zeros(len(trajectory), dtype=np.float32)
-        likeliest = Likeliest(*(np.zeros((0, self._top_k), dtype) for dtype in (np.int32, np.float32)))
+        shape = 0, self._top_k
+        likeliest = Likeliest(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
         if length:
             first = int(sampled[0])
             try:

@@ -312,7 +312,7 @@ async def test_a_pause_of_the_teachers_pool_lets_requests_wait(trial: TeacherTri
     gate = trial.router.app.router.fleets["teacher"].gate
     await trial.ask("POST", "/pause_generation?model_id=teacher", {"mode": "retract"})
 
-    async def both() -> list[Any]:
+    async def both() -> tuple[Any, ...]:
         return await asyncio.gather(
             trial.only_sample("session", session, teacher="teacher"), trial.only_sample("text", made, teacher="teacher")
         )
