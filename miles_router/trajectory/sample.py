@@ -4,7 +4,8 @@ JSON          {"samples": [{"tokens", "loss_mask", "logprobs", everything else, 
 safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tokens, ...; in the file's metadata, as
               JSON, `samples` with everything else of each, and `metadata`
 
-Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`.
+Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`. A sampling mask is `sampling_mask`, with
+`offsets` and `ids` (`0.sampling_mask.offsets`, `0.sampling_mask.ids`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from miles_router.trajectory.json_parts import list_parts, object_parts
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.sampling_mask import SamplingMask, mask_of_tensors, mask_parts, mask_tensors
 from miles_router.trajectory.trajectory import checked_arrays
 
 #: `completed`: the engine stopped by itself; `truncated`: a limit was reached; `aborted`: the generation was aborted.
@@ -65,10 +67,12 @@ class Sample:
         reward, label: as the client set them.
         metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what the client set.
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], if the router records them.
+        sampling_mask: for each of the n tokens, the ids that could have been sampled, if the engine was asked.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `complete`, `finite`,
-            `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`.
+            `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`,
+            `sampling_mask_fits`.
     """
 
     tokens: Tokens
@@ -83,6 +87,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: ShapedRows | None = None
     indexer_topk: ShapedRows | None = None
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         arrays = checked_arrays(self.tokens, self.logprobs, self.loss_mask, self.weight_versions)
@@ -100,6 +105,8 @@ class Sample:
         self._check_response()
         for name, rows in self.rows.items():
             object.__setattr__(self, name, _checked_rows(name, np.asarray(rows), len(self)))
+        if self.sampling_mask is not None:
+            self.sampling_mask.check(self.tokens)
 
     def _check_response(self) -> None:
         length = self.response_length
@@ -135,12 +142,16 @@ class Sample:
             InvalidTrajectory: `complete`: a field is missing or has the wrong type; else as the class.
         """
         rows = {kind.name: _decoded_rows(kind, data[kind.name]) for kind in KINDS if data.get(kind.name) is not None}
-        return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows}, data)
+        mask = None if (given := data.get("sampling_mask")) is None else SamplingMask.from_arrays(given)
+        return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows, "sampling_mask": mask}, data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sample as JSON-compatible values in the router's format, which `from_json` reads."""
         made = {**{name: getattr(self, name).tolist() for name in ARRAYS}, **_facts(self, CARRIED)}
-        return {**made, **{name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}}
+        made |= {name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}
+        if self.sampling_mask is not None:
+            made["sampling_mask"] = {name: array.tolist() for name, array in self.sampling_mask.arrays().items()}
+        return made
 
     def trainer_fields(self, *, arrays: bool = False) -> dict[str, Any]:
         """Return the fields that update the sample of a training framework, in the framework's names and alignment.
@@ -163,6 +174,7 @@ def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[b
     for name, rows in sample.rows.items():
         yield b',"%b":' % name.encode("ascii")
         yield from row_parts(rows)
+    yield from mask_parts(sample.sampling_mask)
     yield b"}"
 
 
@@ -178,6 +190,7 @@ def write_safetensors(
     for place, sample in enumerate(samples):
         every = {**{name: getattr(sample, name) for name in ARRAYS}, **sample.rows}
         arrays.update({f"{place}.{name}": array for name, array in every.items()})
+        arrays.update(mask_tensors(sample.sampling_mask, f"{place}."))
     facts = orjson.dumps([_facts(sample, carried) for sample in samples])
     return pack(arrays, {"samples": facts.decode(), "metadata": orjson.dumps(metadata).decode()})
 
@@ -236,10 +249,11 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of one sample in a file. Raises KeyError if a required array is missing."""
+def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int) -> dict[str, Any]:
+    """Return the arrays of one sample in a file, and its sampling mask. Raises KeyError if an array is missing."""
     rows = {kind.name: arrays[name] for kind in KINDS if (name := f"{place}.{kind.name}") in arrays}
-    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows}
+    mask = mask_of_tensors(arrays, f"{place}.")
+    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows, "sampling_mask": mask}
 
 
 def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Sample:

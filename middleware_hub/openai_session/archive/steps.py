@@ -45,6 +45,7 @@ from miles_router.middlewares.state import Blobs, header_of, header_texts, raw_h
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import frozen
 from miles_router.trajectory.rows import KINDS, AlignedRows, RowKind
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 HEAD = 0
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
@@ -129,6 +130,8 @@ class Unsaved:
             assert piece.logprobs is not None
             self._parts.append(piece.tokens.astype(IDS, copy=False).tobytes())
             self._parts.append(piece.logprobs.astype(LOGPROBS, copy=False).tobytes())
+            if piece.sampling_mask is not None:
+                self._parts.append(piece.sampling_mask.to_bytes())
         return {
             **{name: getattr(turn, name) for name in PLAIN},
             "parent": None if turn.parent is None else turn.parent.number,
@@ -137,7 +140,7 @@ class Unsaved:
             "tools": self._place(turn.tools, lambda: turn.tools) if turn.tools else None,
             "given": len(turn.given) if same is None else 0,
             "given_of": same,
-            "sampled": [[len(piece), piece.version, piece.trained] for piece in turn.sampled],
+            "sampled": [[len(piece), piece.version, piece.trained, *_mask_bytes(piece)] for piece in turn.sampled],
             "rows": {kind.name: self._rows(turn, kind, taken) for kind, taken in turn.rows.items()},
         }
 
@@ -175,6 +178,16 @@ class Unsaved:
             saved.responses = (saved.responses | self._stored) - self._deleted
         saved.places.update(self._places)
         return saved
+
+
+def _mask_bytes(piece: Piece) -> list[int]:
+    return [] if piece.sampling_mask is None else [len(piece.sampling_mask.to_bytes())]
+
+
+def _sampled(parts: _Cursor, count: int, version: str | None, trained: bool, mask_bytes: int = 0) -> Piece:
+    tokens, logprobs = parts.array(IDS, count), parts.array(LOGPROBS, count)
+    mask = SamplingMask.from_bytes(parts.bytes(mask_bytes), count) if mask_bytes else None
+    return Piece(tokens, logprobs, version, trained=trained, sampling_mask=mask)
 
 
 def _owner_number(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
@@ -258,10 +271,7 @@ class _Replay:
     def _turn(self, header: Mapping[str, Any], parts: _Cursor) -> Turn:
         turns, of = self._session.turns, header["given_of"]
         given = Piece(parts.array(IDS, header["given"])) if of is None else turns[of].given
-        sampled = [
-            Piece(parts.array(IDS, count), parts.array(LOGPROBS, count), version, trained=trained)
-            for count, version, trained in header["sampled"]
-        ]
+        sampled = [_sampled(parts, *each) for each in header["sampled"]]
         return Turn(
             **{name: header[name] for name in PLAIN},
             parent=None if header["parent"] is None else turns[header["parent"]],

@@ -240,6 +240,8 @@ class SamplePlan:
             )
         rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
         own = self._facts(line, elsewhere, len(trajectory))
+        if trajectory.unmasked:
+            own["sampling_mask_missing"] = trajectory.unmasked
         if self.freshness.oldest_version is not None:
             own["stale"] = any(self.freshness.is_stale(run.version) for run in trajectory.weight_versions)
         try:
@@ -251,6 +253,7 @@ class SamplePlan:
                 response_length=len(trajectory) - prompt,
                 status="truncated" if cut else BY_FINISH_REASON.get(leaf.finish_reason, "completed"),
                 metadata={**self.metadata, **request.metadata, **own, **missing},
+                sampling_mask=trajectory.sampling_mask,
                 **rows,
                 **request.carried,
             )
