@@ -126,12 +126,13 @@ class Unsaved:
         same = None if turn.request == turn.number else turn.request
         if same is None:
             self._parts.append(turn.given.tokens.astype(IDS, copy=False).tobytes())
+        sampled = []
         for piece in turn.sampled:
             assert piece.logprobs is not None
+            mask = b"" if piece.sampling_mask is None else piece.sampling_mask.to_bytes()
             self._parts.append(piece.tokens.astype(IDS, copy=False).tobytes())
-            self._parts.append(piece.logprobs.astype(LOGPROBS, copy=False).tobytes())
-            if piece.sampling_mask is not None:
-                self._parts.append(piece.sampling_mask.to_bytes())
+            self._parts += [piece.logprobs.astype(LOGPROBS, copy=False).tobytes(), mask]
+            sampled.append([len(piece), piece.version, piece.trained, len(mask)])
         return {
             **{name: getattr(turn, name) for name in PLAIN},
             "parent": None if turn.parent is None else turn.parent.number,
@@ -140,7 +141,7 @@ class Unsaved:
             "tools": self._place(turn.tools, lambda: turn.tools) if turn.tools else None,
             "given": len(turn.given) if same is None else 0,
             "given_of": same,
-            "sampled": [[len(piece), piece.version, piece.trained, *_mask_bytes(piece)] for piece in turn.sampled],
+            "sampled": sampled,
             "rows": {kind.name: self._rows(turn, kind, taken) for kind, taken in turn.rows.items()},
         }
 
@@ -178,10 +179,6 @@ class Unsaved:
             saved.responses = (saved.responses | self._stored) - self._deleted
         saved.places.update(self._places)
         return saved
-
-
-def _mask_bytes(piece: Piece) -> list[int]:
-    return [] if piece.sampling_mask is None else [len(piece.sampling_mask.to_bytes())]
 
 
 def _sampled(parts: _Cursor, count: int, version: str | None, trained: bool, mask_bytes: int = 0) -> Piece:
