@@ -18,7 +18,7 @@ from miles_router.errors import BadRequest, NotFound
 RewardEntry = Mapping[str, Any]
 REWARD, ADVANTAGE = "reward", "advantage"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-FIELDS = ("turn", "segment", "span", "name", "value", REWARD)
+FIELDS = frozenset({"turn", "segment", "span", "name", "value", REWARD})
 #: The most entries of a request, and of a session, replaced ones included.
 MAX_AT_ONCE, MAX_ENTRIES = 4096, 1 << 16
 #: The most bytes of a value as JSON, and the memory of an entry beside its JSON.
@@ -104,8 +104,8 @@ def entry_bytes(entries: Sequence[RewardEntry]) -> int:
 def _entry(given: object, turns: Sequence[Turn]) -> RewardEntry:
     if not isinstance(given, Mapping):
         raise BadRequest("a reward must be an object, such as {'turn': 0, 'reward': 0.5}")
-    if unknown := given.keys() - set(FIELDS):
-        raise BadRequest(f"unknown field {min(unknown)!r}; known are {', '.join(FIELDS)}")
+    if unknown := given.keys() - FIELDS:
+        raise BadRequest(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(FIELDS))}")
     if ("turn" in given) == ("segment" in given):
         raise BadRequest("name one of turn and segment")
     kind = "turn" if "turn" in given else "segment"
@@ -141,7 +141,9 @@ def _value(given: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRequest("give either reward, or name and value")
     name = check_name(given.get("name", REWARD))
     value = given["value"] if "value" in given else given[REWARD]
-    if (is_reward(name) or name == ADVANTAGE) and not is_number(value):
+    if is_number(value):
+        return {"name": name, "value": value}
+    if is_reward(name) or name == ADVANTAGE:
         raise BadRequest(f"{name} must be a number")
     if (nbytes := len(orjson.dumps(value))) > MAX_VALUE_BYTES:
         raise BadRequest(f"a value may have {MAX_VALUE_BYTES} bytes of JSON, not {nbytes}")
