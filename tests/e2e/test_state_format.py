@@ -59,8 +59,8 @@ HELD: tuple[int, Mapping[str, str]] = (
         "session step.responses": "created_at cut_call id own seals settings usage",
         "session step.untraced": "at path reason request_id",
         "family": "chars kind number rank row_bytes serial tokens version",
-        "family step": "asked cache_versions far finish own parent rank reused reused_chars rid rows runs shared_chars "
-        "shown_chars text worker",
+        "family step": "asked block cache_versions far finish own parent rank reused reused_chars rid rows runs "
+        "shared_chars shown_chars text worker",
         "large": "parent start type width",
     },
 )
