@@ -2,7 +2,7 @@
 
 Blob 0 is the head. Each commit that adds more than a new head appends one step; a load replays the steps in order:
 
-    header (`with_header`)   turns, untraced requests, replies by `X-Turn-Id`, responses stored and deleted
+    header (`with_header`)   turns, untraced requests, replies by `X-Turn-Id`, responses stored and deleted, rewards
     things                   messages (JSON), contexts, tools (compressed), settings of responses (JSON)
     arrays of each turn      given ids (int32); for each sampled piece its ids (int32) and logprobs (float32)
     bodies of replies
@@ -65,6 +65,7 @@ class Saved:
     tokens: int = 0
     untraced: int = 0
     replies: int = 0
+    rewards: int = 0
     head: bytes = b""
     used_at: float = 0.0  # the value in `head`
     responses: frozenset[str] = frozenset()
@@ -96,6 +97,7 @@ class Unsaved:
             "replies": [self._reply(*each) for each in islice(session.repeats.items(), saved.replies, None)],
             "responses": [self._response(each) for each in envelopes],
             "deleted": [*self._deleted],
+            "rewards": session.rewards.log[saved.rewards :],
         }
         #: Blobs to append; empty if the journal is complete.
         self.blobs: dict[int, bytes] = {}
@@ -105,7 +107,7 @@ class Unsaved:
         if self.blobs or written_head(session, self._tokens, saved.used_at) != saved.head:
             self._used_at = session.used_at
             self.blobs[HEAD] = written_head(session, self._tokens, session.used_at)
-        self._counts = len(session.turns), len(session.untraced), len(session.repeats)
+        self._counts = len(session.turns), len(session.untraced), len(session.repeats), len(session.rewards.log)
 
     def _envelope(self, turn: Turn) -> Envelope | None:
         envelope = self._responses.find(turn.facts.get("response_id"))
@@ -170,7 +172,7 @@ class Unsaved:
     def after_append(self) -> Saved:
         """Return what the journal contains once the blobs are durable."""
         saved = self._saved
-        saved.turns, saved.untraced, saved.replies = self._counts
+        saved.turns, saved.untraced, saved.replies, saved.rewards = self._counts
         saved.tokens, saved.things = self._tokens, saved.things + len(self._things)
         saved.steps += saved.steps + 1 in self.blobs
         if HEAD in self.blobs:
@@ -244,6 +246,7 @@ class _Replay:
         for turn in header["turns"]:
             self._session.history.restore(self._turn(turn, parts))
         self._session.untraced += header["untraced"]
+        self._session.rewards.set(header["rewards"])
         for reply in header["replies"]:
             key = reply["turn_id"], reply["path"], bytes.fromhex(reply["digest"])
             recorded = RecordedReply(raw_headers(reply["headers"]), parts.bytes(reply["body"]))
@@ -321,6 +324,7 @@ class _Replay:
             tokens=head["tokens"],
             untraced=len(session.untraced),
             replies=len(session.repeats),
+            rewards=len(session.rewards.log),
             head=written_head(session, head["tokens"], head["used_at"]),
             used_at=head["used_at"],
             responses=frozenset(self._responses),
