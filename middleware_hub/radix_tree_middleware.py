@@ -59,7 +59,8 @@ class RadixTreeMiddleware:
     """The text-keyed token cache.
 
     Args:
-        max_tokens: tokens in memory; a shared prefix counts once. Each takes at most 12 bytes, plus its text.
+        max_tokens: tokens in memory; a shared prefix counts once. Each takes at most 12 bytes, plus its text;
+            three ids of a sampling mask count as one.
         keep_versions: when room is needed, generations of weight versions older than this many are evicted first.
     """
 

@@ -23,6 +23,8 @@ ABOUT = {"untraced"}
 #: Fields shown of a turn in an episode's detail, and of each of its spans.
 TURN_ROW = {each.name for each in fields(TurnRow)}
 SPAN = ("start", "end", "version", "worker")
+#: Fields shown of a reward, besides a value that is a number.
+REWARD = ("turn", "segment", "span", "name")
 #: Fields shown of a turn's edit, the difference between a recorded and a sent message.
 EDIT = ("message", "field")
 
@@ -61,7 +63,7 @@ class HiddenTexts:
     def turn(self, turn: Json) -> Json:
         """Return a turn of an episode's detail without its texts and tokens."""
         spans = [{name: span.get(name) for name in SPAN} for span in turn["spans"]]
-        return {**self._turn(turn, TURN_ROW), "spans": spans}
+        return {**self._turn(turn, TURN_ROW), "spans": spans, "rewards": [*map(_number_alone, turn["rewards"])]}
 
     def turn_of_line(self, turn: Json) -> Json:
         """Return a turn of a token slice without texts. Middlewares may add other fields to it, which are dropped."""
@@ -77,6 +79,13 @@ class HiddenTexts:
 
     def _forks(self, counts: Json) -> Json:
         return {**counts, "forks": self.counts(counts["forks"])}
+
+
+def _number_alone(reward: Json) -> Json:
+    """Return a reward without its value, unless that is a number."""
+    value = reward.get("value")
+    shown = {name: reward[name] for name in REWARD if name in reward}
+    return {**shown, "value": value if isinstance(value, (int, float)) else None}
 
 
 def _without_texts(edit: Json | None) -> Json | None:

@@ -293,8 +293,8 @@ class RadixTreeCache:
         if named is None or named.serial < entry.serial:
             self._by_rid[entry.rid] = entry
         self._entries += 1
-        self.tokens += entry.own
-        self._nbytes += len(entry.block)
+        self.tokens += entry.charge
+        self._nbytes += entry.nbytes
         self._queue.add(entry)
 
     def _rank(self, trajectory: Trajectory) -> int:
@@ -329,8 +329,8 @@ class RadixTreeCache:
         if self._by_rid.get(entry.rid) is entry:
             del self._by_rid[entry.rid]
         self._entries -= 1
-        self.tokens -= entry.own
-        self._nbytes -= len(entry.block)
+        self.tokens -= entry.charge
+        self._nbytes -= entry.nbytes
         self.statistics.evicted += 1
         self.statistics.evicted_tokens += entry.own
         parent = entry.parent

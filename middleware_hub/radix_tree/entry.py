@@ -2,7 +2,10 @@
 
 The block of own tokens holds, in this order: ids (int32), logprobs of the sampled ones (float32), and ends. Ends are
 uint16 offsets from `reused_chars`, or uint32 positions where an offset is too large or a token has no end (`NO_CUT`).
-numpy arrays are made from the block on demand. Characters and tokens count from the beginning of the text, own tokens
+numpy arrays are made from the block on demand. An entry whose generation was sampled with a sampling mask also has
+`sampling_mask`, in which a token that was given, or sampled without one, has no ids.
+
+Characters and tokens count from the beginning of the text, own tokens
 from `reused`.
 """
 
@@ -19,6 +22,7 @@ from miles_router.engines.spelling import NO_CUT, Ends
 from miles_router.middlewares.rows import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     from middleware_hub.radix_tree.archive.families import Family
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
 NEAR, FAR = np.dtype("<u2"), np.dtype("<u4")
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+TOKEN_BYTES = 12  # of a sampled token with its logprob and end, at most
 TokenRun = tuple[int, bool, "str | None"]  # (own tokens up to here, sampled?, weight version)
 
 
@@ -83,6 +88,7 @@ class Entry:
         "rid",
         "rows",
         "runs",
+        "sampling_mask",
         "serial",
         "shown_chars",
         "worker",
@@ -97,6 +103,7 @@ class Entry:
         sampled = [piece.logprobs.astype(LOGPROBS).tobytes() for piece in own.pieces if piece.logprobs is not None]
         self.block = b"".join([own.tokens.astype(IDS).tobytes(), *sampled, own_ends])
         self.runs = _runs(own)
+        self.sampling_mask = _mask(own)
         self.parent = parent
         self.reused = reused
         self.reused_chars = reused_chars
@@ -120,6 +127,16 @@ class Entry:
         return self.reused + self.own
 
     @property
+    def nbytes(self) -> int:
+        """The size of its own tokens in bytes, with their sampling mask."""
+        return len(self.block) + (0 if self.sampling_mask is None else self.sampling_mask.nbytes)
+
+    @property
+    def charge(self) -> int:
+        """The tokens that it counts as in the limits on tokens: a mask counts as those that it displaces."""
+        return self.own + (0 if self.sampling_mask is None else self.sampling_mask.nbytes // TOKEN_BYTES)
+
+    @property
     def finished(self) -> bool:
         """Whether the engine finished the generation; an aborted one is recorded as partial."""
         return self.finish in ("stop", "length")
@@ -131,7 +148,7 @@ class Entry:
 
     def own_pieces(self, stop: int) -> list[Piece]:
         """Return own tokens `[0, stop)`."""
-        return unpacked_pieces(self.block, self.own, self.runs, stop)
+        return unpacked_pieces(self.block, self.own, self.runs, self.sampling_mask, stop)
 
     def lineage(self) -> list[tuple[Entry, int]]:
         """Return the chain of entries that this one consists of, root first.
@@ -282,7 +299,9 @@ def unpacked_ends(block: bytes, own: int, kind: np.dtype[np.unsignedinteger[Any]
     return ends if kind is FAR else np.add(ends, base, dtype=np.uint32)
 
 
-def unpacked_pieces(block: bytes, own: int, runs: Sequence[TokenRun], stop: int) -> list[Piece]:
+def unpacked_pieces(
+    block: bytes, own: int, runs: Sequence[TokenRun], mask: SamplingMask | None, stop: int
+) -> list[Piece]:
     """Return tokens `[0, stop)` of a block of `own` tokens."""
     tokens = np.frombuffer(block, IDS, own)
     pieces = []
@@ -292,20 +311,30 @@ def unpacked_pieces(block: bytes, own: int, runs: Sequence[TokenRun], stop: int)
             break
         kept = min(end, stop)
         logprobs = np.frombuffer(block, LOGPROBS, kept - begin, offset) if sampled else None
-        pieces.append(Piece(tokens[begin:kept], logprobs, version))
+        sets = mask.cut(begin, kept) if mask is not None and sampled else None
+        has_sets = sets is not None and bool((np.diff(sets.offsets) > 0).all())
+        pieces.append(Piece(tokens[begin:kept], logprobs, version, sampling_mask=sets if has_sets else None))
         offset += 4 * (end - begin) if sampled else 0
         begin = end
     return pieces
 
 
+def _mask(own: Trajectory) -> SamplingMask | None:
+    """Return the sampling mask of own tokens, or None if no token has one."""
+    if all(piece.sampling_mask is None for piece in own.pieces):
+        return None
+    return SamplingMask.join([piece.sampling_mask or SamplingMask.empty(len(piece)) for piece in own.pieces])
+
+
 def _runs(own: Trajectory) -> tuple[TokenRun, ...]:
     runs: list[TokenRun] = []
-    end = 0
+    end, before = 0, None
     for piece in own.pieces:
         end += len(piece)
         run = (end, piece.logprobs is not None, piece.version)
-        if runs and runs[-1][1:] == run[1:]:
+        if before is not None and before.same_origin(piece):
             runs[-1] = run
         else:
             runs.append(run)
+        before = piece
     return tuple(runs)

@@ -226,6 +226,7 @@ def _make_sample(
             loss_mask=mask,
             logprobs=exact.logprobs,
             weight_versions=tuple(exact.weight_versions),
+            sampling_mask=exact.sampling_mask,
             response=exact.text[len(prompt) :],
             response_length=max(len(exact) - prompt_tokens, 0),
             status=status,

@@ -152,6 +152,7 @@ class Session:
         build: str | None = None,
         mask: str | Sequence[str] | None = None,
         side_calls: bool | None = None,
+        per_token: Sequence[str] | None = None,
         reward: Reward = None,
         label: Any = None,
         metadata: Mapping[str, Any] | None = None,
@@ -169,9 +170,10 @@ class Session:
                 a list of them, which keeps the tokens that all of them keep.
             side_calls: whether requests of a harness beside its main conversation (titles, probes, sub-agents) give
                 samples too; by default as the router is configured, or else True.
+            per_token: names of `set_rewards` that become arrays in `Sample.per_token`, such as `advantage`.
             reward, label, metadata: set on every sample.
             teacher: the `model_id` of a pool whose logprobs of the sampled tokens become `sample.teacher`, or
-                `{"model": ..., "top_k": ...}` for its likeliest tokens too (docs/fleets.md).
+                `{"model": ..., "top_k": ...}` for its likeliest tokens too (docs/sessions-reference.md).
 
         Raises:
             InvalidSample: a sample would break an invariant, or no request of the agent was traced; no sample is
@@ -185,6 +187,7 @@ class Session:
             "build": build,
             "mask": mask,
             "side_calls": side_calls,
+            "per_token": None if per_token is None else [*per_token],
             "reward": reward,
             "label": label,
             "metadata": metadata,
@@ -194,6 +197,20 @@ class Session:
         data = await self._transport.bytes(Request("POST", f"{self._path}/samples", body, repeatable=True))
         with convert_errors(f"{self._path}/samples"):
             return READERS[format](data)
+
+    async def set_rewards(self, *rewards: Mapping[str, Any]) -> None:
+        """Set rewards or other values of turns, segments and token spans, all of them or none:
+
+            await session.set_rewards({"turn": 3, "reward": 0.5}, {"turn": 3, "span": [2, 9], "name": "advantage",
+            "value": -0.2}, {"segment": 0, "name": "verdict", "value": "solved"})
+
+        A later value of the same name and place replaces the earlier. `records` has the numbers of turns.
+
+        Raises:
+            NotFound: there is no such session, turn or segment.
+            ValueError: a value contains NaN or an infinity.
+        """
+        await self._transport.json(Request("POST", f"{self._path}/rewards", [*rewards], repeatable=True))
 
     async def audit(self, *, limit: int = 8) -> dict[str, Any]:
         """Return a comparison of the recorded tokens with what the engines compute for them now.

@@ -15,14 +15,18 @@ from typing import Any, Literal, NamedTuple
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.trajectory.pieces import VersionRun
 
-#: Lists in `meta_info` that have one element per sampled token.
-LOGPROBS = "output_token_logprobs"
-OUTPUT_LISTS = (LOGPROBS, "output_top_logprobs", "output_token_ids_logprobs")
+LOGPROBS, SAMPLING_MASK = "output_token_logprobs", "output_token_sampling_mask"
+LOGPROB_LISTS = (LOGPROBS, "output_top_logprobs", "output_token_ids_logprobs")
+#: The request field that asks for sampling masks.
+ASKS_FOR_MASK = "return_sampling_mask"
+#: Lists in `meta_info` that have one element per sampled token, and the fields with their lengths.
+OUTPUT_LISTS = (*LOGPROB_LISTS, SAMPLING_MASK, "output_token_sampling_logprobs")
+LENGTHS = ("completion_tokens", f"{LOGPROBS}_length", f"{SAMPLING_MASK}_length")
 #: Fields that `return_logprob` adds to `meta_info` (SGLang 0.5.23, `tokenizer_manager.convert_logprob_style`).
 LOGPROB_FIELDS = frozenset(
     {
-        *OUTPUT_LISTS,
-        "output_token_logprobs_length",
+        *LOGPROB_LISTS,
+        f"{LOGPROBS}_length",
         "input_token_logprobs",
         "input_top_logprobs",
         "input_token_ids_logprobs",
@@ -93,6 +97,7 @@ class GenerateAnswer:
         matched: the token id or stop string that ended the generation.
         versions: contiguous runs over the ids; empty if the engine names no weight version.
         prompt_tokens: the length of the prompt in tokens; None if the answer does not contain it.
+        sampling_mask: for each id, the ids that could have been sampled; None if the request did not ask for them.
     """
 
     text: str
@@ -103,6 +108,7 @@ class GenerateAnswer:
     matched: int | str | None
     versions: Sequence[VersionRun]
     prompt_tokens: int | None = None
+    sampling_mask: Sequence[Sequence[int]] | None = None
 
     @classmethod
     def read(cls, answer: Any, *, logprobs: bool = True) -> GenerateAnswer:
@@ -135,9 +141,22 @@ class GenerateAnswer:
                 matched=reason.get("matched"),
                 versions=version_runs(meta, len(ids)),
                 prompt_tokens=token_count(meta),
+                sampling_mask=sampling_mask_of(meta, len(ids)),
             )
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
+
+
+def sampling_mask_of(meta: Mapping[str, Any], tokens: int) -> list[Any] | None:
+    """Return the sampling mask in an answer's `meta_info`, one list of ids for each sampled token; None if it has none.
+
+    Raises:
+        UnreadableAnswer: it is no list, or has another number of elements.
+    """
+    mask = meta.get(SAMPLING_MASK)
+    if mask is not None and (not isinstance(mask, list) or len(mask) != tokens):
+        raise UnreadableAnswer("token_counts_disagree", f"{SAMPLING_MASK} does not have one list per token")
+    return mask
 
 
 def token_count(counts: object, name: str = PROMPT_TOKENS) -> int | None:

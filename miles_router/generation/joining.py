@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
+from miles_router.engines.answers import LENGTHS, OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
 from miles_router.engines.rows import ROW_FIELDS, cut_rows, decode_rows
 
-ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
+ADDED = (*LENGTHS, "num_retractions", "reasoning_tokens", "e2e_latency")
 OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
 OF_THE_PROMPT = ("prompt_tokens", "cached_tokens", "cached_tokens_details")
 OF_THE_END = ("finish_reason", VERSION)
@@ -118,7 +118,7 @@ def truncate(
     for name in OUTPUT_LISTS:
         if meta.get(name) is not None:
             meta[name] = meta[name][:tokens]
-    for name in ("completion_tokens", "output_token_logprobs_length"):
+    for name in LENGTHS:
         if isinstance(meta.get(name), int):
             meta[name] -= dropped
     if meta.get(VERSIONS):

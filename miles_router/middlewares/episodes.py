@@ -126,6 +126,7 @@ class TurnRow:
     first_token_at: float | None = None
     answered_at: float | None = None
     waited_s: float = 0.0
+    rewards: Sequence[Mapping[str, Any]] = ()
 
 
 def version_spans(pieces: Iterable[Piece], start: int, worker: str | None) -> list[dict[str, Any]]:

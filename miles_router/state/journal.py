@@ -27,7 +27,7 @@ from miles_router.state.blobs import Blobs, Changes, Sync
 #: "MRst", which marks the file as the router's (`PRAGMA application_id`).
 APPLICATION = 0x4D527374
 #: The version of the tables below and of the blobs stored in them (`PRAGMA user_version`).
-FORMAT = 4
+FORMAT = 5
 #: The table of small blobs, and the table of large blobs that `load` reads only when asked.
 SMALL, LARGE = "journal", "large"
 COLUMNS = (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from miles_router.trajectory.sampling_mask import SamplingMask
 
 Tokens = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
@@ -53,18 +56,26 @@ class VersionRun(NamedTuple):
 class Piece:
     """A run of positions of one origin: given to the engine (`logprobs` is None), or sampled under one weight version.
 
-    `trained=False` keeps the logprobs of a sampled run and excludes it from the loss, for example for a turn that
-    another sample trains. Pieces are immutable; `cut` returns views of the same memory.
+    A sampled run has a `sampling_mask` if the engine told which ids could have been sampled. `trained=False` keeps the
+    logprobs of a sampled run and excludes it from the loss, for example for a turn that another sample trains. Pieces
+    are immutable; `cut` returns views of the same memory.
     """
 
-    __slots__ = ("logprobs", "tokens", "trained", "version")
+    __slots__ = ("logprobs", "sampling_mask", "tokens", "trained", "version")
 
     def __init__(
-        self, tokens: Tokens, logprobs: Logprobs | None = None, version: str | None = None, *, trained: bool = True
+        self,
+        tokens: Tokens,
+        logprobs: Logprobs | None = None,
+        version: str | None = None,
+        *,
+        trained: bool = True,
+        sampling_mask: SamplingMask | None = None,
     ) -> None:
         self.tokens = tokens
         self.logprobs = logprobs
         self.version = version
+        self.sampling_mask = sampling_mask
         self.trained = trained and logprobs is not None
 
     @classmethod
@@ -107,27 +118,36 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """The size of the arrays in bytes, including memory shared with other pieces."""
-        return self.tokens.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
+        return sum(each.nbytes for each in (self.tokens, self.logprobs, self.sampling_mask) if each is not None)
 
     def cut(self, start: int, stop: int) -> Piece:
         """Return positions `[start, stop)`, sharing this piece's memory."""
         if start == 0 and stop == len(self):
             return self
         logprobs = None if self.logprobs is None else self.logprobs[start:stop]
-        return Piece(self.tokens[start:stop], logprobs, self.version, trained=self.trained)
+        mask = None if self.sampling_mask is None else self.sampling_mask.cut(start, stop)
+        return Piece(self.tokens[start:stop], logprobs, self.version, trained=self.trained, sampling_mask=mask)
 
     def untrained(self) -> Piece:
         """Return the same positions, excluded from the loss."""
-        return Piece(self.tokens, self.logprobs, self.version, trained=False)
+        return Piece(self.tokens, self.logprobs, self.version, trained=False, sampling_mask=self.sampling_mask)
+
+    def of_version(self, version: str | None) -> Piece:
+        """Return the same sampled positions under another weight version."""
+        return Piece(self.tokens, self.logprobs, version, trained=self.trained, sampling_mask=self.sampling_mask)
+
+    def masked(self, sampling_mask: SamplingMask) -> Piece:
+        """Return the same sampled positions with this sampling mask."""
+        return Piece(self.tokens, self.logprobs, self.version, trained=self.trained, sampling_mask=sampling_mask)
 
     def same_origin(self, other: Piece) -> bool:
         """Return whether both pieces have the same kind, version and loss flag, so that one piece could contain
         both."""
-        return (self.logprobs is None, self.version, self.trained) == (
-            other.logprobs is None,
-            other.version,
-            other.trained,
-        )
+        return self._origin == other._origin
+
+    @property
+    def _origin(self) -> tuple[bool, str | None, bool, bool]:
+        return self.logprobs is None, self.version, self.trained, self.sampling_mask is None
 
 
 def token_array(ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:

@@ -1,8 +1,9 @@
 """`Retrieved`, the exact tokens of a text, and its two formats in answers of `/retrieve_from_text`.
 
-JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp"}
-safetensors   tensors tokens, logprobs, loss_mask; everything else as JSON under `facts` in the file's metadata. For
-              several texts each tensor's name begins with the text's index (0.tokens), and `facts` is a list
+JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp", "sampling_mask"}
+safetensors   tensors tokens, logprobs, loss_mask, sampling_mask.offsets, sampling_mask.ids; everything else as JSON
+              under `facts` in the file's metadata. For several texts each tensor's name begins with the text's index
+              (0.tokens), and `facts` is a list
 
 `trajectory.teacher` names the fields of a teacher's scores.
 """
@@ -19,6 +20,7 @@ import orjson
 from miles_router.trajectory.json_parts import array_parts, object_parts
 from miles_router.trajectory.pieces import Logprobs, Malformed, Mask, Tokens, VersionRun
 from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.sampling_mask import SamplingMask, mask_of_tensors, mask_parts, mask_tensors
 from miles_router.trajectory.teacher import TeacherScores, arrays_of, facts_of, read_scores
 from miles_router.trajectory.trajectory import Trajectory, from_arrays
 
@@ -73,6 +75,11 @@ class Retrieved:
         return self.trajectory.logprobs
 
     @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """For each token, the ids that could have been sampled; None if a sampled one was recorded without them."""
+        return self.trajectory.sampling_mask
+
+    @property
     def weight_versions(self) -> list[VersionRun]:
         """`(version, start, end)` runs over the sampled positions."""
         return self.trajectory.weight_versions
@@ -86,6 +93,7 @@ class Retrieved:
         if with_logprobs:
             yield b',"rollout_logp":'
             yield from array_parts(self.logprobs)
+        yield from mask_parts(self.sampling_mask)
         yield b"}"
 
     def _runs(self) -> list[dict[str, Any]]:
@@ -103,6 +111,7 @@ class Retrieved:
             "finish_reason": self.finish_reason,
             "finished": self.finished,
             "cache_versions": list(self.cache_versions),
+            **({"sampling_mask_missing": missing} if (missing := self.trajectory.unmasked) else {}),
             **facts_of(self.teacher),
         }
 
@@ -115,6 +124,7 @@ def write_safetensors(found: Sequence[Retrieved], *, many: bool) -> bytes:
         arrays[f"{prefix}tokens"] = each.tokens
         arrays[f"{prefix}logprobs"] = each.logprobs
         arrays[f"{prefix}loss_mask"] = each.loss_mask
+        arrays |= mask_tensors(each.sampling_mask, prefix)
         arrays.update({f"{prefix}{name}": array for name, array in arrays_of(each.teacher).items()})
     facts = [{**each._facts(), "weight_versions": each._runs()} for each in found]
     return pack(arrays, {"facts": orjson.dumps(facts if many else facts[0]).decode()})
@@ -147,7 +157,7 @@ def _read_one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) 
     tokens, logprobs, loss_mask = (arrays[f"{prefix}{name}"] for name in ("tokens", "logprobs", "loss_mask"))
     runs = [(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]]
     return Retrieved(
-        trajectory=from_arrays(tokens, logprobs, loss_mask, runs),
+        trajectory=from_arrays(tokens, logprobs, loss_mask, runs, mask_of_tensors(arrays, prefix)),
         text=facts["response"],
         matched_tokens=facts["matched_tokens"],
         candidates=tuple(facts["candidates"]),

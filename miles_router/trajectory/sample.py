@@ -4,8 +4,9 @@ JSON          {"samples": [{"tokens", "loss_mask", "logprobs", everything else, 
 safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tokens, ...; in the file's metadata, as
               JSON, `samples` with everything else of each, and `metadata`
 
-Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`. `trajectory.teacher` names the fields of a
-teacher's scores.
+Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`. A sampling mask is `sampling_mask`, with
+`offsets` and `ids` (`0.sampling_mask.offsets`, `0.sampling_mask.ids`). Per-token values are under `per_token` by name
+(`0.per_token.reward`; the sample's JSON lists the names). `trajectory.teacher` names the fields of a teacher's scores.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from miles_router.trajectory.json_parts import list_parts, object_parts
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.sampling_mask import SamplingMask, mask_of_tensors, mask_parts, mask_tensors
 from miles_router.trajectory.teacher import TEACHER, TeacherScores, arrays_of, facts_of, read_scores
 from miles_router.trajectory.trajectory import checked_arrays
 
@@ -43,6 +45,8 @@ Format = Literal["safetensors", "json"]
 #: Integers [rows, layers, top_k].
 ShapedRows = npt.NDArray[np.integer[Any]]
 Reward = float | Mapping[str, Any] | None
+#: One number for each token.
+TokenValues = npt.NDArray[np.float64]
 
 ARRAYS = ("tokens", "loss_mask", "logprobs")
 #: Fields that a client set on the sample.
@@ -67,12 +71,14 @@ class Sample:
         reward, label: as the client set them.
         metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what the client set.
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], if the router records them.
+        sampling_mask: for each of the n tokens, the ids that could have been sampled, if the engine was asked.
+        per_token: float64 [n] by name: rewards and the like that were set for turns and spans, 0.0 where none was.
         teacher: another model's logprobs of the sampled tokens, if they were requested.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `complete`, `finite`,
             `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`,
-            `teacher_fits`.
+            `sampling_mask_fits`, `per_token_fits`, `teacher_fits`.
     """
 
     tokens: Tokens
@@ -87,6 +93,8 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     routed_experts: ShapedRows | None = None
     indexer_topk: ShapedRows | None = None
+    sampling_mask: SamplingMask | None = None
+    per_token: Mapping[str, TokenValues] = field(default_factory=dict)
     teacher: TeacherScores | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +113,12 @@ class Sample:
         self._check_response()
         for name, rows in self.rows.items():
             object.__setattr__(self, name, _checked_rows(name, np.asarray(rows), len(self)))
+        if self.sampling_mask is not None:
+            self.sampling_mask.check(self.tokens)
+        if not isinstance(self.per_token, Mapping):
+            raise InvalidTrajectory("complete", f"per_token must be an object, not {type(self.per_token).__name__}")
+        values = {name: _checked_values(name, array, len(self)) for name, array in self.per_token.items()}
+        object.__setattr__(self, "per_token", values)
         if self.teacher is not None:
             self.teacher.check(len(self))
 
@@ -142,13 +156,19 @@ class Sample:
             InvalidTrajectory: `complete`: a field is missing or has the wrong type; else as the class.
         """
         rows = {kind.name: _decoded_rows(kind, data[kind.name]) for kind in KINDS if data.get(kind.name) is not None}
-        arrays = {name: data.get(name, ()) for name in ARRAYS}
-        return _from_parts({**arrays, **rows, TEACHER: read_scores(data, data)}, data)
+        mask = None if (given := data.get("sampling_mask")) is None else SamplingMask.from_arrays(given)
+        beside = {"sampling_mask": mask, "per_token": data.get("per_token") or {}, TEACHER: read_scores(data, data)}
+        return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows, **beside}, data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sample as JSON-compatible values in the router's format, which `from_json` reads."""
         made = {**{name: array.tolist() for name, array in _flat_arrays(self).items()}, **_facts(self, CARRIED)}
-        return {**made, **{name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}}
+        made |= {name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}
+        if self.sampling_mask is not None:
+            made["sampling_mask"] = {name: array.tolist() for name, array in self.sampling_mask.arrays().items()}
+        if self.per_token:
+            made["per_token"] = {name: values.tolist() for name, values in self.per_token.items()}
+        return made
 
     def trainer_fields(self, *, arrays: bool = False) -> dict[str, Any]:
         """Return the fields that update the sample of a training framework, in the framework's names and alignment.
@@ -171,6 +191,11 @@ def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[b
     for name, rows in sample.rows.items():
         yield b',"%b":' % name.encode("ascii")
         yield from row_parts(rows)
+    yield from mask_parts(sample.sampling_mask)
+    if sample.per_token:
+        yield b',"per_token":'
+        yield from object_parts(sample.per_token, {})
+        yield b"}"
     yield b"}"
 
 
@@ -184,9 +209,11 @@ def write_safetensors(
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     for place, sample in enumerate(samples):
-        every = {**_flat_arrays(sample), **sample.rows}
+        values = {f"per_token.{name}": array for name, array in sample.per_token.items()}
+        every = {**_flat_arrays(sample), **sample.rows, **values}
         arrays.update({f"{place}.{name}": array for name, array in every.items()})
-    facts = orjson.dumps([_facts(sample, carried) for sample in samples])
+        arrays.update(mask_tensors(sample.sampling_mask, f"{place}."))
+    facts = orjson.dumps([{**_facts(sample, carried), **_value_names(sample)} for sample in samples])
     return pack(arrays, {"samples": facts.decode(), "metadata": orjson.dumps(metadata).decode()})
 
 
@@ -216,15 +243,12 @@ def samples_of(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, st
     before the first sample is yielded. Raises as `read_json`."""
     try:
         given = _objects(orjson.loads(metadata["samples"]))
-        parts = [_arrays_of(arrays, place) for place in range(len(given))]
+        parts = [_arrays_of(arrays, place, facts) for place, facts in enumerate(given)]
     except orjson.JSONDecodeError as error:
         raise Malformed(f"no samples in safetensors: {_json_error(metadata['samples'].encode(), error)}") from None
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise Malformed(f"no samples in safetensors: {error!r}") from None
-    scores = (read_scores(arrays, facts, f"{place}.") for place, facts in enumerate(given))
-    return (
-        _from_parts({**part, TEACHER: score}, facts) for part, facts, score in zip(parts, given, scores, strict=True)
-    )
+    return (_from_parts(part, facts) for part, facts in zip(parts, given, strict=True))
 
 
 WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetensors": write_safetensors}
@@ -253,10 +277,18 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of one sample in a file. Raises KeyError if a required array is missing."""
+def _value_names(sample: Sample) -> dict[str, list[str]]:
+    return {"per_token": [*sample.per_token]} if sample.per_token else {}
+
+
+def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of one sample in a file, its sampling mask and a teacher's scores. Raises KeyError if an array
+    is missing."""
+    values = {name: arrays[f"{place}.per_token.{name}"] for name in facts.get("per_token", ())}
     rows = {kind.name: arrays[name] for kind in KINDS if (name := f"{place}.{kind.name}") in arrays}
-    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows}
+    beside = {"sampling_mask": mask_of_tensors(arrays, f"{place}."), "per_token": values}
+    scores = read_scores(arrays, facts, f"{place}.")
+    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows, **beside, TEACHER: scores}
 
 
 def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Sample:
@@ -291,6 +323,18 @@ def _checked_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
         message = f"expected integers [{needed}, layers, top_k], got {rows.dtype} {list(rows.shape)}"
         raise InvalidTrajectory(f"{name}_fit", message)
     return frozen(rows)
+
+
+def _checked_values(name: str, values: Any, tokens: int) -> TokenValues:
+    try:
+        array = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InvalidTrajectory("per_token_fits", f"{name} is not an array of numbers: {error}") from None
+    if array.shape != (tokens,):
+        raise InvalidTrajectory("per_token_fits", f"{name} has the shape {list(array.shape)}, not [{tokens}]")
+    if not np.isfinite(array).all():
+        raise InvalidTrajectory("finite", f"per_token.{name} has a number that is not finite; JSON has no such number")
+    return frozen(array)
 
 
 def row_parts(rows: ShapedRows, **beside: Any) -> Iterator[bytes]:

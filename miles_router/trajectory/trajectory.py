@@ -21,6 +21,7 @@ from miles_router.trajectory.pieces import (
     misaligned,
     token_array,
 )
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 
 class Trajectory:
@@ -113,6 +114,21 @@ class Trajectory:
         return flat
 
     @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The ids that could have been sampled at each of the n positions; at one that was given, its own id. None
+        where a sampled position has none."""
+        if self.unmasked or all(piece.sampling_mask is None for piece in self.pieces):
+            return None
+        return SamplingMask.join([each.sampling_mask or SamplingMask.singletons(each.tokens) for each in self.pieces])
+
+    @property
+    def unmasked(self) -> int:
+        """The number of sampled positions without a sampling mask, if others have one."""
+        sampled = [piece for piece in self.pieces if piece.logprobs is not None]
+        missing = sum(len(piece) for piece in sampled if piece.sampling_mask is None)
+        return missing if missing < sum(map(len, sampled)) else 0
+
+    @property
     def weight_versions(self) -> list[VersionRun]:
         """Runs over sampled positions, in order; adjacent runs of the same version are merged."""
         runs: list[VersionRun] = []
@@ -137,7 +153,8 @@ def common_prefix(first: Trajectory, second: Trajectory) -> int:
     mine, theirs = _Reader(first), _Reader(second)
     while (length := min(mine.left, theirs.left)) and mine.piece.same_origin(theirs.piece):
         one, other = mine.take(length), theirs.take(length)
-        if one.tokens is not other.tokens or one.logprobs is not other.logprobs:
+        same_mask = one.sampling_mask is other.sampling_mask
+        if one.tokens is not other.tokens or one.logprobs is not other.logprobs or not same_mask:
             agree = _common_length(one, other)
             shared += agree
             if agree < length:
@@ -176,7 +193,10 @@ def _common_length(one: Piece, other: Piece) -> int:
     if one.logprobs is not None and other.logprobs is not None:
         differ = differ | (one.logprobs.view(np.int32) != other.logprobs.view(np.int32))
     first = int(differ.argmax()) if len(differ) else 0
-    return first if len(differ) and differ[first] else len(differ)
+    length = first if len(differ) and differ[first] else len(differ)
+    if one.sampling_mask is not None and other.sampling_mask is not None:
+        return min(length, one.sampling_mask.common_length(other.sampling_mask))
+    return length
 
 
 def _joined(parts: Sequence[Tokens], dtype: type[np.int32]) -> Tokens:
@@ -229,9 +249,13 @@ def from_arrays(
     logprobs: Sequence[float] | Logprobs,
     loss_mask: Sequence[int] | Mask,
     weight_versions: Iterable[tuple[str, int, int]] = (),
+    sampling_mask: SamplingMask | None = None,
 ) -> Trajectory:
-    """Return a trajectory of flat arrays. Raises as `checked_arrays`."""
-    return Trajectory(_pieces(checked_arrays(tokens, logprobs, loss_mask, weight_versions)))
+    """Return a trajectory of flat arrays. Raises as `checked_arrays` and `SamplingMask.check`."""
+    arrays = checked_arrays(tokens, logprobs, loss_mask, weight_versions)
+    if sampling_mask is not None:
+        sampling_mask.check(arrays.tokens)
+    return Trajectory(_pieces(arrays, sampling_mask))
 
 
 def _checked_runs(weight_versions: Iterable[tuple[str, int, int]], length: int) -> list[VersionRun]:
@@ -252,7 +276,7 @@ def _run_indices(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int6
     return owner
 
 
-def _pieces(arrays: Arrays) -> Iterator[Piece]:
+def _pieces(arrays: Arrays, sampling_mask: SamplingMask | None) -> Iterator[Piece]:
     ids, values, mask, runs = arrays
     owner = _run_indices(runs, len(ids))
     sampled = (mask == 1) | (values != 0) | (owner >= 0)
@@ -265,4 +289,5 @@ def _pieces(arrays: Arrays) -> Iterator[Piece]:
             yield Piece(ids[start:stop])
             continue
         version = runs[int(owner[start])].version if owner[start] >= 0 else None
-        yield Piece(ids[start:stop], values[start:stop], version, trained=bool(mask[start]))
+        sets = None if sampling_mask is None else sampling_mask.cut(start, stop)
+        yield Piece(ids[start:stop], values[start:stop], version, trained=bool(mask[start]), sampling_mask=sets)

@@ -1,4 +1,8 @@
-"""The pictures of pages that the documentation shows: `python -m tests.docs.screenshots` takes them again.
+"""The pictures of pages that the documentation shows: `python -m tests.docs.screenshots` takes them again. Those of the
+dashboard show a real run, of a router that another terminal starts:
+
+    make train TRAIN='--task lookup --port 31000'
+    python -m tests.docs.screenshots --router http://127.0.0.1:31000
 
 A picture is not compared with the one that is kept: fonts differ from machine to machine. `test_screenshots.py` holds
 that each can be taken, and shows what its page says.
@@ -11,7 +15,10 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+import aiohttp
 from transformers import AutoTokenizer
 
 from middleware_hub.view.command import token_bytes
@@ -27,6 +34,8 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 WIDTH, HEIGHT = 1280, 1150
+#: Weight versions that a run has had before its pictures are taken; `make train TRAIN='--task lookup'` makes 10.
+UPDATES = 8
 Shot = Callable[[Browser, Path], Awaitable[list[bytes]]]
 
 
@@ -93,9 +102,33 @@ async def dashboard_views(browser: Browser, directory: Path) -> list[bytes]:
 SHOTS: dict[tuple[str, ...], Shot] = {("view.png",): token_view, tuple(VIEWS): dashboard_views}
 
 
+async def pictures_of_run(browser: Browser, url: str) -> None:
+    """Take the dashboard's pictures of this router's run once `UPDATES` updates have come."""
+    async with aiohttp.ClientSession(url) as http:
+
+        async def ask(path: str) -> Any:
+            async with http.get(path) as answer:
+                return await answer.json()
+
+        while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
+            await asyncio.sleep(1)  # the router is asked
+        episodes = (await ask("/router/episodes?limit=200"))["episodes"]
+        shown = next(each for each in episodes if each["turns"] > 1 and each["state"] != "running" and each["group"])
+        places = ("#/fleet", f"#/episodes?group={quote(shown['group'])}", f"#/episodes/{quote(shown['id'])}", "#/run")
+        for name, address in zip(VIEWS, places, strict=True):
+            _, prepare, height = VIEWS[name]
+            async with dashboard(browser, url, address, width=WIDTH, height=height) as page:
+                await prepare(page)
+                (ROOT / "docs" / name).write_bytes(await page.screenshot())
+                print(f"docs/{name} taken", file=sys.stderr)
+
+
 async def main() -> None:
     """Take every picture again."""
     async with Browser.started() as browser:
+        if sys.argv[1:2] == ["--router"]:
+            await pictures_of_run(browser, sys.argv[2])
+            return
         for names, shot in SHOTS.items():
             with tempfile.TemporaryDirectory() as directory:
                 pictures = await shot(browser, Path(directory))

@@ -429,13 +429,25 @@ async def test_a_turn_that_is_asked_again_keeps_its_id_and_turns_have_ids_of_the
 # What is refused
 
 
-async def test_a_sample_that_breaks_an_invariant_on_its_way_is_refused(server: ScriptedWorker) -> None:
-    broken = {**ARRAYS, **FACTS, "loss_mask": [1, 1, 1]}
-    server.always(script(reply(json.dumps({"samples": [broken], "metadata": {}}).encode())))
+@pytest.mark.parametrize(
+    ("broken", "invariant"),
+    [
+        ({"loss_mask": [1, 1, 1]}, "versions_cover_the_loss"),
+        ({"per_token": {"reward": [1.0]}}, "per_token_fits"),
+        ({"per_token": {"reward": ["high", 0.0, 0.0]}}, "per_token_fits"),
+        ({"per_token": [1.0]}, "complete"),
+    ],
+    ids=["loss", "length", "no numbers", "no object"],
+)
+async def test_a_sample_that_breaks_an_invariant_on_its_way_is_refused(
+    server: ScriptedWorker, broken: dict[str, Any], invariant: str
+) -> None:
+    answer = {"samples": [{**ARRAYS, **FACTS, **broken}], "metadata": {}}
+    server.always(script(reply(json.dumps(answer).encode())))
     async with connected(server) as client:
         with pytest.raises(InvalidSample) as caught:
             await client.session("made").collect(format="json")
-    assert (caught.value.invariant, caught.value.status) == ("versions_cover_the_loss", 0)
+    assert (caught.value.invariant, caught.value.status) == (invariant, 0)
 
 
 # The end of a session

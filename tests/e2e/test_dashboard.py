@@ -273,6 +273,10 @@ async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stag
         await trial.chat("live", [*history, user("Are you sure?")], tools=[ADD])
         await page.until(f"{LEAF} === '2'")
         assert (await page.text("[data-field=position]")).startswith("1 of"), "one stays where one was"
+        given = [{"turn": 1, "reward": 0.5}, {"turn": 1, "span": [0, 2], "name": "why", "value": "<b>\u202e"}]
+        assert (await trial.ask("POST", "/sessions/live/rewards", given)).status == 200
+        await page.until("document.getElementById('turns').textContent.includes('reward 0.5')")
+        assert [row[9] for row in await cells(page, "turns")] == ["", 'reward 0.5, why[0:2] "<b>\\u202e"', ""]
         spoken = await page.value(
             "[...document.querySelectorAll('.token.sampled')].map((at) => at.textContent).join('')"
         )

@@ -56,7 +56,7 @@ ROW = {
 TURN = {
     *("turn", "parent", "reason", "edit", "side_call", "choice", "prompt_tokens", "given_tokens", "dropped_tokens"),
     *("start", "end", "spans", "finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at"),
-    *("first_token_at", "answered_at", "waited_s"),
+    *("first_token_at", "answered_at", "waited_s", "rewards"),
 }
 
 
@@ -282,6 +282,7 @@ async def test_the_detail_has_the_turns_the_tree_and_why_each_segment_begins(tri
     same = [
         *("turn", "parent", "reason", "edit", "choice", "prompt_tokens", "given_tokens", "dropped_tokens"),
         *("finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "answered_at"),
+        "rewards",
     ]
     for turn, record in zip(detail["turns"], read["records"], strict=True):
         assert set(turn) == TURN

@@ -78,6 +78,22 @@ async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp
         assert sum(holding(trials)) == 3
 
 
+async def test_rewards_are_set_and_read_wherever_they_land(stage: Stage, tmp_path: Path) -> None:
+    trials = await small(stage, tmp_path)
+    for name in (name_of(0, 2), name_of(1, 2)):
+        await trials[0].create(name)
+        await trials[1].chat(name, HI)
+        for trial, reward in zip(trials, (0.25, 0.5), strict=True):
+            put = await trial.ask("POST", f"/sessions/{name}/rewards", [{"turn": 0, "reward": reward}])
+            assert (put.status, put.json()) == (200, {"session_id": name, "rewards": 1})
+            unknown = await trial.ask("POST", f"/sessions/{name}/rewards", {"turn": 1, "reward": 1.0})
+            assert (unknown.status, unknown.error_type) == (404, "not_found")
+            for other in trials:
+                (sample,) = await other.samples(name, per_token=["reward"])
+                assert (sample["per_token"]["reward"][-1], sum(sample["per_token"]["reward"])) == (reward, reward)
+    assert holding(trials) == [1, 1]
+
+
 async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_path: Path) -> None:
     trials = await small(stage, tmp_path)
     name = name_of(1, 2)

@@ -66,7 +66,7 @@ CLOSED = [
     # of its own session
     *[("GET", f"/sessions/mine{path}") for path in ("", "/")],
     *[("DELETE", f"/sessions/mine{path}") for path in ("", "?abort=true")],
-    *[("POST", f"/sessions/mine/{path}") for path in ("samples", "generate", "flush_cache")],
+    *[("POST", f"/sessions/mine/{path}") for path in ("samples", "rewards", "generate", "flush_cache")],
     # of another
     *[("POST", f"/sessions/{name}{CHAT}") for name in ("other", "nobody")],
     *[("GET", f"/sessions/other{path}") for path in ("", "/v1/models")],

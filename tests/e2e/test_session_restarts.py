@@ -49,6 +49,7 @@ async def everything(trial: SessionTrial, session: str) -> list[Any]:
     """All that a trainer can read of a session."""
     told = []
     forms: list[Any] = [{"format": "json"}, {"format": "safetensors"}, {"max_seq_len": 4000, "metadata": {}}]
+    forms.append({"format": "json", "per_token": ["reward", "advantage"]})
     for form in (*forms, {"format": "json", "branches": "all", "build": "last_step"}):
         answer = await trial.ask("POST", f"/sessions/{session}/samples", form)
         told.append((answer.status, answer.body))
@@ -93,6 +94,10 @@ async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Res
         await before.chat(session, messages, tools=[ADD], n=3)
         await before.chat(session, [user("Add 17 and 26.")], tools=[ADD])
         await before.chat(session, [user("A side call")])
+        for reward in (0.25, 0.5):
+            given: Any = [{"turn": 1, "reward": reward}, {"turn": 1, "span": [1, 3], "name": "advantage", "value": 2.0}]
+            set_now = await before.ask("POST", f"/sessions/{session}/rewards", [*given, {"segment": 0, "reward": 1}])
+            assert (set_now.status, set_now.json()["rewards"]) == (200, 3)
         told = await everything(before, session)
         async with restarts.started() as after:
             assert [each["session_id"] for each in (await after.ask("GET", "/sessions")).json()["sessions"]] == [
@@ -100,8 +105,14 @@ async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Res
             ]
             assert await everything(after, session) == told
             assert told[0][0] == 200
+            assert [each["value"] for each in told[-1]["records"][1]["rewards"]] == [0.5, 2.0]
             audit = await after.ask("POST", f"/sessions/{session}/audit", {})
             assert (audit.status, b"tools_not_held" in audit.body) == (200, False), "tools are there as they were sent"
+            late = await after.ask("POST", f"/sessions/{session}/rewards", {"turn": 2, "reward": 0.75})
+            assert (late.status, late.json()["rewards"]) == (200, 4)
+            told = await everything(after, session)
+            async with restarts.started() as again:
+                assert await everything(again, session) == told
 
 
 async def test_the_next_turn_goes_on_in_the_same_segment_with_the_same_tokens(restarts: Restarts) -> None:

@@ -44,7 +44,7 @@ async def on(directory: Path) -> AsyncIterator[RunningRouter]:
 #: What blobs say of themselves in the format with this number, by the kind that their owner's head names; the others
 #: are names, lists, or the user's own. Whoever changes one raises `FORMAT`, and so this number.
 HELD: tuple[int, Mapping[str, str]] = (
-    4,
+    5,
     {
         "run": "kind",
         "worker": "api_key attributes kind pool url",
@@ -52,15 +52,15 @@ HELD: tuple[int, Mapping[str, str]] = (
         "metadata model segments tally tokens turns used used_at",
         "session.tally": "leaves reasons sampled tokens versions waited_s workers",
         "session.used": "tokens turns",
-        "session step": "deleted replies responses things turns untraced",
+        "session step": "deleted replies responses rewards things turns untraced",
         "session step.turns": "answer choice context dropped ended_itself facts finish_reason given given_of messages "
         "parent path rows sampled segment side_call tools",
         "session step.replies": "body digest headers path turn_id",
         "session step.responses": "created_at cut_call id own seals settings usage",
         "session step.untraced": "at path reason request_id",
         "family": "chars kind number rank row_bytes serial tokens version",
-        "family step": "asked cache_versions far finish own parent rank reused reused_chars rid rows runs shared_chars "
-        "shown_chars text worker",
+        "family step": "asked block cache_versions far finish own parent rank reused reused_chars rid rows runs "
+        "shared_chars shown_chars text worker",
         "large": "parent start type width",
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -102,6 +103,51 @@ async def test_no_kill_under_running_agents_loses_a_turn_that_was_answered(
             assert line["request"]["messages_before"] >= len(messages) - 3, "all in one segment"
             samples = await post(running, f"/sessions/{session}/samples", {"format": "json"})
             assert samples.status == 200
+
+
+async def reward(running: RouterProcess, session: str, given: list[int]) -> None:
+    """A trainer that rewards the two turns of a session again and again, until its router is gone; `given` has the last
+    acknowledged reward of each."""
+    for number in itertools.count(max(given) + 1):
+        turn = number % 2
+        body = [{"turn": turn, "reward": number}, {"turn": turn, "name": "why", "value": f"it is {number}"}]
+        try:
+            answer = await post(running, f"/sessions/{session}/rewards", body)
+        except (OSError, CutReply):
+            return  # broken off
+        if answer.status != 200:
+            return
+        given[turn] = number
+
+
+async def test_no_kill_loses_a_reward_that_was_acknowledged(tmp_path: Path, worker: SimulatedWorker) -> None:
+    given = {f"s-{number}": [-1, -1] for number in range(4)}
+    for kill in range(3):
+        async with router(tmp_path, expect_status=KILLED) as running:
+            if not kill:
+                assert (await post(running, "/add_worker", {"url": worker.url})).status == 200
+                for session in given:
+                    assert (await post(running, "/sessions", {"session_id": session})).status == 200
+                    for text in ("Hi", "Hello"):
+                        body = {"model": "m", "max_tokens": 4, "messages": [user(text)]}
+                        assert (await post(running, f"/sessions/{session}{CHAT}", body)).status == 200
+            before = sum(map(sum, given.values()))
+            trainers = [asyncio.ensure_future(reward(running, session, own)) for session, own in given.items()]
+            await until(partial(_rewarded, given, before + 200), "turns are rewarded")
+            running.process.kill()
+            await asyncio.gather(*trainers)
+            await until(lambda: running.process.poll() is not None, "it is dead")
+    async with router(tmp_path) as running:
+        for session, own in given.items():
+            records = (await ask(running.url, "GET", f"/sessions/{session}?form=compact")).json()["records"]
+            for record, acknowledged in zip(records, own, strict=True):
+                number, why = [each["value"] for each in record["rewards"]]
+                assert number >= acknowledged > 0
+                assert why == f"it is {number}", "a list is set as a whole"
+
+
+def _rewarded(given: dict[str, list[int]], count: int) -> bool:
+    return sum(map(sum, given.values())) > count
 
 
 async def listed(running: RouterProcess, query: str = "") -> list[Any]:

@@ -194,7 +194,12 @@ def entrances(answer: Mapping[str, Any]) -> list[Entrance]:
         Entrance(
             f"{in_session}/samples",
             {},
-            _names("format", "max_seq_len", "branches", "reward", "label", "metadata", "unknown"),
+            _names("format", "max_seq_len", "branches", "per_token", "reward", "label", "metadata", "unknown"),
+        ),
+        Entrance(
+            f"{in_session}/rewards",
+            {"turn": 0, "span": [0, 1], "name": "advantage", "value": 0.5},
+            (*_names("turn", "segment", "span", "name", "value", "reward", "unknown"), ("span", 0)),
         ),
         Entrance("/retrieve_from_text", {"text": TEXT}, _names("text", "rid", "strict", "return_logp", "unknown")),
         Entrance("/retrieve_from_text", {"texts": [TEXT]}, (*_names("text", "texts"), ("texts", 0))),

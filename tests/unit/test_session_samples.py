@@ -302,6 +302,21 @@ def test_a_request_that_is_not_understood_is_refused(request_: object, reason: s
 
 
 @pytest.mark.parametrize("length", range(SAMPLES_PROMPT + 1, 15))
+def test_rewards_stand_within_the_tokens_that_a_sample_has(length: int) -> None:
+    scene = Scene()
+    two_turns(scene)
+    spread = [{"turn": 0, "span": [1, 4], "name": "advantage", "value": 2.0}]
+    spread += [{"segment": 0, "name": "advantage", "value": 1.0}]
+    scene.session.rewards.set([*spread, *({"turn": turn, "name": "reward", "value": 1.0 + turn} for turn in (0, 1))])
+    values = one(scene, max_seq_len=length, per_token=["reward", "advantage"]).per_token
+    has = [*(place < length for place in range(13))]
+    advantages = [0, 0, 0, 1.0, 2.0, 2.0, 0, 0, 0, 0, 0, 1.0, 1.0]
+    assert values["advantage"].tolist() == [value for value, there in zip(advantages, has, strict=True) if there]
+    rewards = {min(length, 6) - 1: 1.0, **({min(length, 13) - 1: 2.0} if length > 11 else {})}
+    assert {place: values["reward"][place] for place in values["reward"].nonzero()[0].tolist()} == rewards
+
+
+@pytest.mark.parametrize("length", range(SAMPLES_PROMPT + 1, 15))
 def test_a_sample_is_cut_anywhere_behind_its_prompt(length: int) -> None:
     scene = Scene()
     whole = two_turns(scene).trajectory()

@@ -354,11 +354,13 @@ async def test_a_session_that_was_read_again_goes_on_where_its_steps_end() -> No
         blobs = {**first}
         for turn in turns[cut:]:
             session.history.append(_again(turn, session))
+            session.rewards.set([_reward(turn)])
             unsaved = Unsaved(session, saved, with_rows=False)
             blobs |= unsaved.blobs
             saved = unsaved.after_append()
         found, _ = read_session(NAME, blobs, {}, {}, now=0.0, clock=0.0)
         assert [_described(turn) for turn in found.turns] == [_described(turn) for turn in turns]
+        assert found.rewards.log == [*map(_reward, turns)]
         assert sum(map(len, blobs.values())) < 1.5 * sum(map(len, stored()[0].values())), "nothing is written twice"
 
 
@@ -367,7 +369,12 @@ def _beginning(whole: Session, turns: int) -> Session:
     session.clear()
     for turn in whole.turns[:turns]:
         session.history.restore(_again(turn, session))
+        session.rewards.set([_reward(turn)])
     return session
+
+
+def _reward(turn: Turn) -> dict[str, Any]:
+    return {"turn": turn.number, "name": "reward", "value": turn.number / 4}
 
 
 def _again(turn: Turn, session: Session) -> Turn:

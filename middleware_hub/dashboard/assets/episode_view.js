@@ -12,7 +12,7 @@ import {section, stateChip} from "./tables.js";
 import {WindowedTable} from "./windowed_table.js";
 import {ago, clock, duration, hostOf} from "./words.js";
 
-const ROW = 32, MOST_ROWS = 8;
+const ROW = 32, MOST_ROWS = 8, MOST_REWARDS = 8;
 const HIDDEN = "Texts, token ids and bytes are hidden: the router runs with --dashboard-text off.";
 
 const COLUMNS = [
@@ -25,6 +25,7 @@ const COLUMNS = [
   {title: "Waited", kind: "number-cell spare", cell: (turn) => duration(turn.waited_s)},
   {title: "Took", kind: "number-cell spare", cell: tookOf},
   {title: "Versions", kind: "short spare", cell: (turn) => namesOf(turn.spans, "version")},
+  {title: "Rewards", kind: "wide-cell spare", cell: rewardsOf},
   {title: "Worker", kind: "spare", cell: (turn) => hostOf(turn.worker ?? "")},
   {title: "Finish", kind: "short", cell: (turn) => turn.finish_reason ?? ""},
   {title: "At", kind: "number-cell spare", cell: (turn) => (turn.answered_at === null ? "" : clock(turn.answered_at))},
@@ -32,6 +33,16 @@ const COLUMNS = [
 
 function tookOf({asked_at: asked, answered_at: answered}) {
   return asked === null || answered === null ? "?" : duration(answered - asked);
+}
+
+/** Return the rewards of a turn in a line; a text that is hidden has no value. */
+function rewardsOf({rewards}) {
+  const each = ({segment, span, name, value}) => [
+    segment === undefined ? name : `segment ${name}`,
+    span === undefined ? "" : `[${span.join(":")}]`,
+    value === null ? "" : ` ${visibleJson(JSON.stringify(value))}`,
+  ].join("");
+  return rewards.slice(0, MOST_REWARDS).map(each).join(", ") + (rewards.length > MOST_REWARDS ? ", …" : "");
 }
 
 function namesOf(spans, name) {

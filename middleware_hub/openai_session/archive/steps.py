@@ -2,7 +2,7 @@
 
 Blob 0 is the head. Each commit that adds more than a new head appends one step; a load replays the steps in order:
 
-    header (`with_header`)   turns, untraced requests, replies by `X-Turn-Id`, responses stored and deleted
+    header (`with_header`)   turns, untraced requests, replies by `X-Turn-Id`, responses stored and deleted, rewards
     things                   messages (JSON), contexts, tools (compressed), settings of responses (JSON)
     arrays of each turn      given ids (int32); for each sampled piece its ids (int32) and logprobs (float32)
     bodies of replies
@@ -45,6 +45,7 @@ from miles_router.middlewares.state import Blobs, header_of, header_texts, raw_h
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import frozen
 from miles_router.trajectory.rows import KINDS, AlignedRows, RowKind
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 HEAD = 0
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
@@ -64,6 +65,7 @@ class Saved:
     tokens: int = 0
     untraced: int = 0
     replies: int = 0
+    rewards: int = 0
     head: bytes = b""
     used_at: float = 0.0  # the value in `head`
     responses: frozenset[str] = frozenset()
@@ -95,6 +97,7 @@ class Unsaved:
             "replies": [self._reply(*each) for each in islice(session.repeats.items(), saved.replies, None)],
             "responses": [self._response(each) for each in envelopes],
             "deleted": [*self._deleted],
+            "rewards": session.rewards.log[saved.rewards :],
         }
         #: Blobs to append; empty if the journal is complete.
         self.blobs: dict[int, bytes] = {}
@@ -104,7 +107,7 @@ class Unsaved:
         if self.blobs or written_head(session, self._tokens, saved.used_at) != saved.head:
             self._used_at = session.used_at
             self.blobs[HEAD] = written_head(session, self._tokens, session.used_at)
-        self._counts = len(session.turns), len(session.untraced), len(session.repeats)
+        self._counts = len(session.turns), len(session.untraced), len(session.repeats), len(session.rewards.log)
 
     def _envelope(self, turn: Turn) -> Envelope | None:
         envelope = self._responses.find(turn.facts.get("response_id"))
@@ -125,10 +128,13 @@ class Unsaved:
         same = None if turn.request == turn.number else turn.request
         if same is None:
             self._parts.append(turn.given.tokens.astype(IDS, copy=False).tobytes())
+        sampled = []
         for piece in turn.sampled:
             assert piece.logprobs is not None
+            mask = b"" if piece.sampling_mask is None else piece.sampling_mask.to_bytes()
             self._parts.append(piece.tokens.astype(IDS, copy=False).tobytes())
-            self._parts.append(piece.logprobs.astype(LOGPROBS, copy=False).tobytes())
+            self._parts += [piece.logprobs.astype(LOGPROBS, copy=False).tobytes(), mask]
+            sampled.append([len(piece), piece.version, piece.trained, len(mask)])
         return {
             **{name: getattr(turn, name) for name in PLAIN},
             "parent": None if turn.parent is None else turn.parent.number,
@@ -137,7 +143,7 @@ class Unsaved:
             "tools": self._place(turn.tools, lambda: turn.tools) if turn.tools else None,
             "given": len(turn.given) if same is None else 0,
             "given_of": same,
-            "sampled": [[len(piece), piece.version, piece.trained] for piece in turn.sampled],
+            "sampled": sampled,
             "rows": {kind.name: self._rows(turn, kind, taken) for kind, taken in turn.rows.items()},
         }
 
@@ -166,7 +172,7 @@ class Unsaved:
     def after_append(self) -> Saved:
         """Return what the journal contains once the blobs are durable."""
         saved = self._saved
-        saved.turns, saved.untraced, saved.replies = self._counts
+        saved.turns, saved.untraced, saved.replies, saved.rewards = self._counts
         saved.tokens, saved.things = self._tokens, saved.things + len(self._things)
         saved.steps += saved.steps + 1 in self.blobs
         if HEAD in self.blobs:
@@ -175,6 +181,12 @@ class Unsaved:
             saved.responses = (saved.responses | self._stored) - self._deleted
         saved.places.update(self._places)
         return saved
+
+
+def _sampled(parts: _Cursor, count: int, version: str | None, trained: bool, mask_bytes: int = 0) -> Piece:
+    tokens, logprobs = parts.array(IDS, count), parts.array(LOGPROBS, count)
+    mask = SamplingMask.from_bytes(parts.bytes(mask_bytes), count) if mask_bytes else None
+    return Piece(tokens, logprobs, version, trained=trained, sampling_mask=mask)
 
 
 def _owner_number(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
@@ -234,6 +246,7 @@ class _Replay:
         for turn in header["turns"]:
             self._session.history.restore(self._turn(turn, parts))
         self._session.untraced += header["untraced"]
+        self._session.rewards.set(header["rewards"])
         for reply in header["replies"]:
             key = reply["turn_id"], reply["path"], bytes.fromhex(reply["digest"])
             recorded = RecordedReply(raw_headers(reply["headers"]), parts.bytes(reply["body"]))
@@ -258,10 +271,7 @@ class _Replay:
     def _turn(self, header: Mapping[str, Any], parts: _Cursor) -> Turn:
         turns, of = self._session.turns, header["given_of"]
         given = Piece(parts.array(IDS, header["given"])) if of is None else turns[of].given
-        sampled = [
-            Piece(parts.array(IDS, count), parts.array(LOGPROBS, count), version, trained=trained)
-            for count, version, trained in header["sampled"]
-        ]
+        sampled = [_sampled(parts, *each) for each in header["sampled"]]
         return Turn(
             **{name: header[name] for name in PLAIN},
             parent=None if header["parent"] is None else turns[header["parent"]],
@@ -314,6 +324,7 @@ class _Replay:
             tokens=head["tokens"],
             untraced=len(session.untraced),
             replies=len(session.repeats),
+            rewards=len(session.rewards.log),
             head=written_head(session, head["tokens"], head["used_at"]),
             used_at=head["used_at"],
             responses=frozenset(self._responses),

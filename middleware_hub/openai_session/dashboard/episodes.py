@@ -13,6 +13,7 @@ from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.records import classified, turn_span
 from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import side_calls
+from middleware_hub.openai_session.sessions.rewards import RewardEntry
 from middleware_hub.openai_session.sessions.session import REASONS, Session, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends
@@ -140,7 +141,7 @@ class SessionView:
     def turns(self) -> Iterator[TurnRow]:
         """Yield a row for each turn."""
         aside = side_calls(self._session)
-        return (_turn_row(turn, found, side_call=turn in aside) for turn, found in classified(self._session))
+        return (_turn_row(*each, side_call=each[0] in aside) for each in classified(self._session))
 
     def line(self, leaf: int | None) -> EpisodeLine:
         """Return the tokens up to a turn, by default the newest one.
@@ -159,7 +160,10 @@ class SessionView:
             leaf=leaf,
             trajectory=trajectory,
             loss_mask=self._maker.loss_mask(session, last),
-            turns=[turn_span(turn, classify(turn), end) for turn, end in zip(line, line_ends(line), strict=True)],
+            turns=[
+                turn_span(turn, classify(turn), end, session.rewards.of(turn.number))
+                for turn, end in zip(line, line_ends(line), strict=True)
+            ],
             response_length=len(trajectory) - line[0].prompt_tokens,
             status=BY_FINISH_REASON.get(last.finish_reason, "completed"),
             experts=partial(self._experts, last),
@@ -194,7 +198,7 @@ class SessionView:
         return WAITING if running and all(each.routing.waits for each in running) else RUNNING
 
 
-def _turn_row(turn: Turn, found: Classification, *, side_call: bool) -> TurnRow:
+def _turn_row(turn: Turn, found: Classification, rewards: Sequence[RewardEntry], *, side_call: bool) -> TurnRow:
     facts = turn.facts
     names = ("cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "first_token_at", "answered_at")
     return TurnRow(
@@ -212,6 +216,7 @@ def _turn_row(turn: Turn, found: Classification, *, side_call: bool) -> TurnRow:
         spans=version_spans(turn.sampled, turn.prompt_tokens, facts.get("worker")),
         finish_reason=turn.finish_reason,
         waited_s=facts.get("waited_s", 0.0),
+        rewards=rewards,
         **{name: facts.get(name) for name in names},
     )
 

@@ -162,8 +162,13 @@ def _metadata(sample: Sample, leaf: Turn) -> dict[str, Any]:
             }
             for number, (turn, previous) in enumerate(zip(turns, before, strict=False), 1)
         ],
-        SAMPLE: {name: sample.metadata[name] for name in FACTS if name in sample.metadata},
+        SAMPLE: {name: sample.metadata[name] for name in FACTS if name in sample.metadata} | _per_token(sample),
     }
+
+
+def _per_token(sample: Sample) -> dict[str, Any]:
+    values = {name: array.tolist() for name, array in sample.per_token.items()}
+    return {"per_token": values} if values else {}
 
 
 def _about(session: Session, leaves: Sequence[Turn]) -> dict[str, Any]:

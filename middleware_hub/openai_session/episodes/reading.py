@@ -17,6 +17,7 @@ from middleware_hub.openai_session.episodes.contract import (
     Freshness,
     Model,
 )
+from miles_router.engines.answers import ASKS_FOR_MASK
 from miles_router.errors import BadRequest
 
 #: The longest deadline in seconds: a year.
@@ -76,6 +77,7 @@ SAMPLING: Fields = {
     "presence_penalty": NUMBER,
     "repetition_penalty": NUMBER,
     "logit_bias": (_biases, "an object of numbers"),
+    ASKS_FOR_MASK: (lambda value: isinstance(value, bool), "true or false"),
 }
 MODEL: Fields = {
     "name": (_model_name, f"a string of 1 to {MAX_NAME} characters without a colon"),

@@ -11,6 +11,7 @@ import orjson
 from middleware_hub.openai_session.export.masks import Decode
 from middleware_hub.openai_session.export.records import Classified, record
 from middleware_hub.openai_session.sessions.prompting import read_key
+from middleware_hub.openai_session.sessions.rewards import RewardEntry
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Classification, Turn
 from miles_router.trajectory import Trajectory
@@ -38,8 +39,8 @@ def full_parts(
         return spelled[number]
 
     yield b'{"session_id":%b,"records":[' % orjson.dumps(session_id)
-    for place, (turn, found) in enumerate(turns):
-        written = orjson.dumps(full_record(turn, found, token), default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
+    for place, each in enumerate(turns):
+        written = orjson.dumps(full_record(*each, token), default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
         yield b"," + written if place else written
     yield b'],"metadata":%b}' % orjson.dumps(metadata, default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -54,13 +55,15 @@ def line_metadata(session: Session) -> dict[str, Any]:
     return {"accumulated_token_ids": leaves[0].trajectory().tokens, "max_trim_tokens": dropped}
 
 
-def full_record(turn: Turn, found: Classification, token: Callable[[int], str]) -> dict[str, Any]:
+def full_record(
+    turn: Turn, found: Classification, rewards: Sequence[RewardEntry], token: Callable[[int], str]
+) -> dict[str, Any]:
     """Return the compact record, with the whole request and response in place of its shortened ones.
 
     Args:
         token: returns the text of an id.
     """
-    compact, line, whole = record(turn, found), turn.line(), turn.trajectory()
+    compact, line, whole = record(turn, found, rewards), turn.line(), turn.trajectory()
     history = [message for each in line for message in (*each.appended, each.answer)][:-1]
     tools, settings = read_key(turn.context)
     request: dict[str, Any] = {

@@ -7,19 +7,21 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.sessions.rewards import RewardEntry
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Classification, Turn
 from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.json_parts import list_parts
 
-#: A turn and its classification, which depends on the turns before it.
-Classified = tuple[Turn, Classification]
+#: A turn, its classification, which depends on the turns before it, and its rewards.
+Classified = tuple[Turn, Classification, Sequence[RewardEntry]]
 
 
 def classified(session: Session) -> list[Classified]:
-    """Return the current turns with their classifications, for a thread to write."""
-    return list(zip(session.turns, session.history.classified(), strict=True))
+    """Return the current turns with their classifications and rewards, for a thread to write."""
+    rewards = map(session.rewards.of, range(len(session.turns)))
+    return list(zip(session.turns, session.history.classified(), rewards, strict=True))
 
 
 def compact_answer(session_id: str, turns: Sequence[Classified], metadata: Mapping[str, Any]) -> bytes:
@@ -59,7 +61,7 @@ def summary(session: Session) -> dict[str, Any]:
     }
 
 
-def record(turn: Turn, found: Classification) -> dict[str, Any]:
+def record(turn: Turn, found: Classification, rewards: Sequence[RewardEntry] = ()) -> dict[str, Any]:
     """Return the record of one turn.
 
     `span` is the range of its sampled tokens in the trajectory of any leaf behind it. The next turn of a line may have
@@ -86,6 +88,7 @@ def record(turn: Turn, found: Classification) -> dict[str, Any]:
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.tokens - turn.prompt_tokens,
         "weight_versions": _weight_versions(turn),
+        "rewards": rewards,
         **turn.facts,
         **{kind.name: _rows(taken) for kind, taken in turn.rows.items()},
         "timestamp": turn.facts.get("answered_at"),
@@ -113,7 +116,7 @@ def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
     ]
 
 
-def turn_span(turn: Turn, found: Classification, end: int) -> Mapping[str, Any]:
+def turn_span(turn: Turn, found: Classification, end: int, rewards: Sequence[RewardEntry]) -> Mapping[str, Any]:
     """Return the range of a turn's sampled tokens within a sample, with facts about the turn. `end` is the position
     behind its last token that the next turn did not drop."""
     facts = ("cached_tokens", "cache_versions", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id")
@@ -124,5 +127,6 @@ def turn_span(turn: Turn, found: Classification, end: int) -> Mapping[str, Any]:
         "finish_reason": turn.finish_reason,
         "reason": found.reason,
         "edit": found.edit,
+        "rewards": rewards,
         **{name: turn.facts.get(name) for name in (*facts, "versions")},
     }

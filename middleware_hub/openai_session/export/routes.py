@@ -29,6 +29,7 @@ from middleware_hub.openai_session.export.full_records import (
 )
 from middleware_hub.openai_session.export.records import classified, compact_answer, metadata_of, summary
 from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
+from middleware_hub.openai_session.sessions.rewards import read_rewards
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from miles_router.errors import BadRequest, StateError
@@ -55,7 +56,7 @@ class SampleForm(Protocol):
 
 
 class SessionRoutes:
-    """Handlers of `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` cancels the turns of a session."""
+    """Handlers of `/sessions`, `/sessions/{id}`, its samples and its rewards. `stop` cancels the turns of a session."""
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class SessionRoutes:
             Route("/sessions/{session_id}", self._read, methods=["GET"]),
             Route("/sessions/{session_id}", self._delete, methods=["DELETE"]),
             Route("/sessions/{session_id}/samples", self._samples, methods=["POST"]),
+            Route("/sessions/{session_id}/rewards", self._rewards, methods=["POST"]),
         ]
 
     async def _create(self, request: Request) -> Response:
@@ -173,6 +175,16 @@ class SessionRoutes:
         trajectories = await self.run_in_thread(request, plan.trajectories)
         with Watch(request.receive):
             return await (await self._teachers.find(wanted)).score(trajectories)
+
+    async def _rewards(self, request: Request) -> Response:
+        """Set rewards of turns, segments and spans; answer when they are durable."""
+        exchange = Exchange.of(request.scope)
+        given = exchange.loads(await exchange.read(request.receive))
+        session = self._session(request)
+        self.store.set_rewards(session, read_rewards(given, session.turns))
+        held = len(session.rewards)
+        await self.archive.save(session)
+        return as_response({"session_id": session.id, "rewards": held})
 
     async def run_in_thread(self, request: Request, work: Callable[[], Written]) -> Written:
         """Run work in a single thread, one piece after another, and return its result.

@@ -17,6 +17,7 @@ import numpy as np
 from middleware_hub.openai_session.episodes.contract import Freshness
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.masks import MASKS, Decode, checked_masks
+from middleware_hub.openai_session.export.per_token import checked_arrays, per_token
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import (
     Selection,
@@ -25,6 +26,7 @@ from middleware_hub.openai_session.export.selection import (
     trained_elsewhere,
     trained_tokens,
 )
+from middleware_hub.openai_session.sessions.rewards import RewardEntry
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
@@ -45,7 +47,9 @@ FACTS = (
     *EPISODE,
     *NOTES.values(),
 )
-FIELDS = frozenset({"format", "max_seq_len", "branches", "build", "mask", "side_calls", "reward", "label", "metadata"})
+FIELDS = frozenset(
+    {"format", "max_seq_len", "branches", "build", "mask", "side_calls", "per_token", "reward", "label", "metadata"}
+)
 CONCAT, LAST_STEP = BUILDS = ("concat", "last_step")
 
 
@@ -64,6 +68,7 @@ class SampleRequest:
     default_branches: str = "all"  # the default of the form
     may_be_empty: bool = False  # the form reports why there is no sample
     leave_out_prompts: bool = False  # skip a leaf whose first prompt alone fills `max_seq_len`
+    per_token: tuple[str, ...] = ()  # the names of arrays of rewards
 
     @classmethod
     def read(cls, body: object) -> SampleRequest:
@@ -90,7 +95,9 @@ class SampleRequest:
         if aside is not None and not isinstance(aside, bool):
             raise BadRequest("side_calls must be true or false")
         carried = {name: body[name] for name in CARRIED if name in body}
-        return cls(form, longest, body.get("branches", ""), carried, metadata or {}, build, mask, aside)
+        arrays = checked_arrays(body.get("per_token", []))
+        made = cls(form, longest, body.get("branches", ""), carried, metadata or {}, build, mask, aside)
+        return replace(made, per_token=arrays)
 
 
 @dataclass(frozen=True)
@@ -141,8 +148,8 @@ class SampleMaker:
         facts |= session.about()
         freshness = session.episode.contract.freshness
         read = partial(self.when_read, session)
-        found = session.history.classified()
-        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, found, freshness, read)
+        found, rewards = session.history.classified(), session.rewards.by_turn()
+        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, found, freshness, read, rewards)
 
     def trained_tokens(self, session: Session) -> int | None:
         """Return how many tokens are in the loss of the samples of a default request; None if masks decide.
@@ -197,6 +204,7 @@ class SamplePlan:
         classified: the classification of each turn, by number.
         freshness: the weight versions that the contract allows.
         when_read: called with the samples, each with its leaf.
+        rewards: the rewards of each turn, by number.
         teacher: the scores of the samples, if the request wants them.
     """
 
@@ -209,6 +217,7 @@ class SamplePlan:
     classified: Sequence[Classification]
     freshness: Freshness
     when_read: Callable[[Iterable[tuple[Turn, Sample]]], None]
+    rewards: Mapping[int, Sequence[RewardEntry]]
     teacher: Sequence[TeacherScores] = ()
 
     def trajectories(self) -> list[Trajectory]:
@@ -251,7 +260,11 @@ class SamplePlan:
                 "has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens{limit}"
             )
         rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
-        own = self._facts(line, elsewhere, len(trajectory))
+        spans = zip(line, line_ends(line), strict=True)
+        turns = [(turn, min(end, len(trajectory))) for turn, end in spans if turn.prompt_tokens < len(trajectory)]
+        own = self._facts(line, elsewhere, turns)
+        if trajectory.unmasked:
+            own["sampling_mask_missing"] = trajectory.unmasked
         if self.freshness.oldest_version is not None:
             own["stale"] = any(self.freshness.is_stale(run.version) for run in trajectory.weight_versions)
         try:
@@ -263,6 +276,8 @@ class SamplePlan:
                 response_length=len(trajectory) - prompt,
                 status="truncated" if cut else BY_FINISH_REASON.get(leaf.finish_reason, "completed"),
                 metadata={**self.metadata, **request.metadata, **own, **missing},
+                sampling_mask=trajectory.sampling_mask,
+                per_token=per_token(request.per_token, turns, len(trajectory), self.rewards),
                 teacher=scores,
                 **rows,
                 **request.carried,
@@ -280,10 +295,10 @@ class SamplePlan:
         first = int(trained[0]) if len(trained) else line[-1].prompt_tokens
         return max(turn.prompt_tokens for turn in line if turn.prompt_tokens <= first)
 
-    def _facts(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
-        """Return the metadata about the turns of a sample, which has the first `length` tokens of a line."""
-        spans = zip(line, line_ends(line), strict=True)
-        turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
+    def _facts(
+        self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], turns: Sequence[tuple[Turn, int]]
+    ) -> dict[str, Any]:
+        """Return the metadata about a sample. `turns` are the turns with tokens in it, each with its end."""
         found = [self.classified[turn.number] for turn in line]
         return {
             "session_id": self.facts["session_id"],
@@ -292,12 +307,15 @@ class SamplePlan:
             "mask": list(self.request.mask or ()),
             "reason": next((each.reason for each in found if each.reason is not None), None),
             "side_call": line[-1] in self.side_calls,
-            "turns": [turn_span(turn, self.classified[turn.number], end) for turn, end in turns],
+            "turns": [self._turn_span(turn, end) for turn, end in turns],
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),
             "unrecorded_history": any(each.unrecorded for each in found),
             **{name: self.facts[name] for name in EPISODE if name in self.facts},
         }
+
+    def _turn_span(self, turn: Turn, end: int) -> Mapping[str, Any]:
+        return turn_span(turn, self.classified[turn.number], end, self.rewards.get(turn.number, ()))
 
 
 def checked_defaults(middleware: str, build: str, mask: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -13,6 +13,7 @@ from middleware_hub.openai_session.episodes.episode import EpisodeState
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.history import SessionHistory
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
+from middleware_hub.openai_session.sessions.rewards import SessionRewards
 from middleware_hub.openai_session.sessions.turn import Turn
 
 #: The known reasons of branches. A history that cannot be continued in tokens has a reason in free text instead.
@@ -141,6 +142,7 @@ class Session:
         self.turns: Sequence[Turn] = self.history.turns  # in the order in which they were recorded
         self.roots: Sequence[Turn] = self.history.roots  # the turns without a parent
         self.untraced: list[dict[str, Any]] = []  # requests that were forwarded without being recorded
+        self.rewards = SessionRewards()  # of turns, segments and token spans
         self.in_flight = 0
         self.replies: dict[object, Any] = {}  # futures by `repeat_key`, including running turns (turns/reply.py)
         self.repeats: dict[RepeatKey, RecordedReply] = {}  # the complete replies among them
@@ -185,6 +187,7 @@ class Session:
     def clear(self) -> None:
         """Drop all turns, replies and notes at once."""
         self.history.clear()
+        self.rewards = SessionRewards()
         self.replies.clear()
         self.repeats.clear()
         self.notes.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from middleware_hub.openai_session.errors import SessionLost, TooManySessions
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.recent import WrittenIds
+from middleware_hub.openai_session.sessions.rewards import MAX_ENTRIES, RewardEntry, entry_bytes
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, Conflict, NotFound, RouterError
@@ -246,6 +247,19 @@ class SessionStore:
         self.account(session, _carried_bytes("label and reward", carried) - before)
         session.finalized_with = carried
         self.end(session, SessionStatus.FINALIZED)
+
+    def set_rewards(self, session: Session, entries: Sequence[RewardEntry]) -> None:
+        """Set rewards of turns, segments and spans, in place of earlier ones of the same name and place.
+
+        Raises:
+            BadRequest, TooManySessions: there is no room; none is set.
+        """
+        if len(session.rewards.log) + len(entries) > MAX_ENTRIES:
+            held = f"{len(session.rewards.log)} were set, replaced ones included"
+            raise BadRequest(f"a session may have {MAX_ENTRIES} rewards of turns: {held}")
+        self.check_room(session)
+        session.rewards.set(entries)
+        self.account(session, entry_bytes(entries))
 
     def expire(self) -> None:
         """Delete the sessions that have been idle for `idle_timeout`."""

@@ -229,6 +229,8 @@ class TurnRunner:
         )
         if self._whole_answers or lacks_rows or WHOLE in request.session.notes:
             return False
+        if any(plan.grant.fields.get(name) for name in endpoint.whole_only):
+            return False
         return plan.raw is not None or not self._stream_facts.fall_short(candidates, endpoint)
 
     # Sampling and recording

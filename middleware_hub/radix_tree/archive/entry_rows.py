@@ -1,7 +1,7 @@
 """Entries to bytes, and back. A prefix shared with a parent in the same family is not repeated. Ids, logprobs and ends
 are written as the bytes that they are in memory.
 
-    header (`with_header`), own text (UTF-8), block of own tokens (`entry`)
+    header (`with_header`), own text (UTF-8), block of own tokens (`entry`), sampling mask if it has one
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from miles_router.middlewares.rows import NOT_WRITTEN, RowsByKind, TrajectoryRow
 from miles_router.middlewares.state import header_of, with_header
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 #: Python strings may contain lone surrogates, which JSON can express.
 _HALVES = "surrogatepass"
@@ -70,9 +71,11 @@ def write_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows: 
         "own": own.own,
         "far": own.end_type is FAR,
         "runs": own.runs,
+        "block": len(own.block),
         "rows": {kind.name: taken.reason or (None if with_rows else NOT_WRITTEN) for kind, taken in entry.rows.items()},
     }
-    return with_header(header, (spelled, own.block))
+    mask = b"" if own.sampling_mask is None else own.sampling_mask.to_bytes()
+    return with_header(header, (spelled, own.block, mask))
 
 
 def _without_parent(entry: Entry, text: str) -> Entry:
@@ -101,12 +104,14 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
         raise ValueError(f"the prefix shared with entry {parent} is missing")
     end = begin + header["text"]
     runs = [(upto, sampled, version) for upto, sampled, version in header["runs"]]
-    block, kind = data[end:], FAR if header["far"] else NEAR
+    behind = end + header.get("block", len(data) - end)  # without the field, a router before 0.3 wrote it
+    block, kind = data[end:behind], FAR if header["far"] else NEAR
     _check_block(block, own, runs, kind)
+    mask = SamplingMask.from_bytes(data[behind:], own) if len(data) > behind else None
     record = TextRecord(
         text=above.text[:shared_chars] + data[begin:end].decode("utf-8", _HALVES),
         shown_chars=header["shown_chars"],
-        trajectory=above.trajectory[:reused].append(*unpacked_pieces(block, own, runs, own)),
+        trajectory=above.trajectory[:reused].append(*unpacked_pieces(block, own, runs, mask, own)),
         ends=np.concatenate([above.ends[:reused], unpacked_ends(block, own, kind, reused_chars)]),
         rid=header["rid"],
         finish=header["finish"],

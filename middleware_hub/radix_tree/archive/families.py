@@ -113,7 +113,7 @@ class Family:
 
 def charge(entry: Entry) -> int:
     """Return the tokens that an entry costs on the disk. A prefix shared with another family is written again."""
-    return ENTRY_CHARGE + (len(entry) if parent_in_family(entry) is None else entry.own)
+    return ENTRY_CHARGE + entry.charge + (entry.reused if parent_in_family(entry) is None else 0)
 
 
 class RootIndex:

@@ -13,9 +13,11 @@ import orjson
 
 from miles_router.engines import client_json, paths
 from miles_router.engines.answers import (
+    ASKS_FOR_MASK,
     MALFORMED,
     UnreadableAnswer,
     in_words,
+    sampling_mask_of,
     tokens_of,
     version_runs,
     without_logprobs,
@@ -48,6 +50,7 @@ CONTROLS = frozenset(
         *("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed"),
         *("stop_token_ids", "stop_regex", "no_stop_trim", "ignore_eos", "skip_special_tokens", "regex", "ebnf"),
         *("chat_template_kwargs", "lora_path", "custom_logit_processor", "custom_params", "priority", "rid"),
+        ASKS_FOR_MASK,
     )
 )
 #: The field of a request whose last message is the start of the answer.
@@ -86,6 +89,7 @@ class ChatEndpoint:
     length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     tokens_by_default: int | None = None
     chunk_events = frozenset({b"", FRAMED})
+    whole_only = frozenset({ASKS_FOR_MASK})
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """Return the request for the engine. Without `ids`, it also asks for the prompt ids that the template made."""
@@ -195,6 +199,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
         logprobs=[triple[0] for triple in triples],
         versions=version_runs(meta, len(triples)),
         prompt=choice.get("prompt_token_ids"),
+        sampling_mask=sampling_mask_of(meta, len(triples)),
         facts={
             "rid": meta.get("id"),
             "cached_tokens": meta.get("cached_tokens"),

@@ -15,6 +15,7 @@ from miles_router.engines.events import Event
 from miles_router.engines.facts import Facts
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import VersionRun
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 
 class StreamShortfall(UnreadableAnswer):
@@ -35,6 +36,7 @@ class Choice:
         ids: every sampled id; `logprobs` has one element for each.
         versions: runs of weight versions over the ids; empty if no version is known.
         prompt: the ids of the prompt, if the request asked for them.
+        sampling_mask: for each id, the ids that could have been sampled; None if the engine did not tell.
         facts: further fields for the record of the turn; `rid` is the engine's name of the generation.
     """
 
@@ -46,6 +48,7 @@ class Choice:
     logprobs: Sequence[float]
     versions: Sequence[VersionRun]
     prompt: Sequence[int] | None = None
+    sampling_mask: Sequence[Sequence[int]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -56,13 +59,13 @@ class Choice:
             UnreadableAnswer: the versions do not cover the ids.
         """
         whole = Piece.sampled(self.ids, self.logprobs, None)
+        if self.sampling_mask is not None:
+            whole = whole.masked(SamplingMask.of(self.sampling_mask, whole.tokens))
         if not self.versions:
             return (whole,) if len(whole) else ()
         check_runs(self.versions, len(whole))
         return tuple(
-            Piece(part.tokens, part.logprobs, run.version)
-            for run in self.versions
-            if len(part := whole.cut(run.start, run.end))
+            part.of_version(run.version) for run in self.versions if len(part := whole.cut(run.start, run.end))
         )
 
 
@@ -246,6 +249,8 @@ class OpenAIEndpoint(Protocol):
     tokens_by_default: int | None
     #: The SSE event names of chunks.
     chunk_events: frozenset[bytes]
+    #: Request fields that the engine refuses in a stream: such a turn is sampled as a whole answer.
+    whole_only: frozenset[str]
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """Return the request for the engine: the client's fields, and the fields that a record needs.

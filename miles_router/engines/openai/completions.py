@@ -14,6 +14,7 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.answers import (
+    ASKS_FOR_MASK,
     MALFORMED,
     VERSION,
     VERSIONS,
@@ -25,6 +26,7 @@ from miles_router.engines.answers import (
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import valid_usage, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
+from miles_router.errors import BadRequest
 from miles_router.trajectory.pieces import VersionRun
 
 
@@ -37,10 +39,17 @@ class CompletionsEndpoint:
     length_fields: tuple[str, ...] = ("max_tokens",)
     tokens_by_default: int | None = 16
     chunk_events = frozenset({b""})
+    whole_only = frozenset[str]()
     chunks = None
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
-        """Return the request for the engine, with the client's own prompt; `ids` is ignored."""
+        """Return the request for the engine, with the client's own prompt; `ids` is ignored.
+
+        Raises:
+            BadRequest: it asks for sampling masks, which the engine would leave out without a word.
+        """
+        if fields.get(ASKS_FOR_MASK):
+            raise BadRequest(f"{self.path} does not return sampling masks ({ASKS_FOR_MASK}); chat and /generate do")
         sent = {**fields, "return_token_ids": True, **(with_usage(fields) if fields.get("stream") else {})}
         if sent.get("logprobs") is None:
             sent["logprobs"] = 0  # logprobs of the sampled tokens only

@@ -16,7 +16,7 @@ STATEFUL = frozenset(
     (
         *("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark"),
         *("custom_logit_processor", "max_thinking_tokens", "require_reasoning", "session_params", "input_embeds"),
-        *("positional_embed_overrides", "return_hidden_states", "return_sampling_mask", "return_entropy"),
+        *("positional_embed_overrides", "return_hidden_states", "return_entropy"),
         "return_flat_raw_output_top_logprobs",
     )
 )

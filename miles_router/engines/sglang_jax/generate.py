@@ -18,6 +18,7 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.answers import (
+    ASKS_FOR_MASK,
     LOGPROB_FIELDS,
     LOGPROBS,
     OUTPUT_LISTS,
@@ -48,6 +49,7 @@ IGNORED = (
     "positional_embed_overrides",
     "return_hidden_states",
     "return_indexer_topk",
+    ASKS_FOR_MASK,
 )
 IGNORED_PARAMS = ("logit_bias",)
 #: Fields of chat and completions that the engine silently ignores; without them a turn cannot be recorded.
@@ -60,6 +62,7 @@ IGNORED_IN_CHAT = (
     "return_routed_experts",
     "return_indexer_topk",
     "cache_salt",
+    ASKS_FOR_MASK,
 )
 CHATS = {paths.CHAT: "top_logprobs", INVOCATIONS: "top_logprobs", paths.COMPLETIONS: "logprobs"}
 

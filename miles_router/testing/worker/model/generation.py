@@ -36,6 +36,7 @@ class GenerationRequest:
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     return_text_in_logprobs: bool = False
+    return_sampling_mask: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     return_indexer_topk: bool = False

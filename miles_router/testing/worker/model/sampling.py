@@ -61,6 +61,11 @@ class Sampler:
         pairs = [(self.logprob(context, token), token) for token in (favourite, *others)]
         return sorted(pairs, reverse=True)[:count]
 
+    def support(self, context: int, token: int, count: int) -> list[int]:
+        """Return `count` ids that could have been sampled after a context, `token` among them."""
+        likely = [each for _, each in self.top_logprobs(context, count)]
+        return likely if token in likely else [*likely[: count - 1], token]
+
     def _pick(self, bits: int) -> int:
         if (bits >> 40) < self._stop_threshold:
             return self._stop_ids[bits % len(self._stop_ids)]

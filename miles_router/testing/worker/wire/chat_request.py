@@ -95,6 +95,8 @@ def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
     for field, message in _NOT_WHILE_STREAMING.items():
         if body.get("stream") and body.get(field):
             raise ValueError(message)
+    if body.get("return_sampling_mask") and not body.get("return_meta_info"):
+        raise ValueError("return_sampling_mask requires return_meta_info=true.")
     return {
         "input_ids": chat_prompt_ids(body, tokenizer),
         "sampling_params": _sampling_params(body),
@@ -103,6 +105,7 @@ def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
         "return_logprob": body.get("logprobs"),
         "top_logprobs_num": body.get("top_logprobs") or 0,
         "return_text_in_logprobs": True,
+        "return_sampling_mask": body.get("return_sampling_mask"),
         "return_routed_experts": body.get("return_routed_experts"),
         "routed_experts_start_len": body.get("routed_experts_start_len"),
         "return_indexer_topk": body.get("return_indexer_topk"),

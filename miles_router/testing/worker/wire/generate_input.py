@@ -156,7 +156,12 @@ def _refuse_duplicates(names: list[str]) -> None:
         raise ValueError(f"Duplicate request IDs detected within the request: {duplicates}")
 
 
-_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "extra_key")
+#: SGLang's default of `--sampling-mask-max-tokens`.
+MAX_MASK = 4096
+_PER_PROMPT = (
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_sampling_mask"),
+    *("lora_path", "extra_key"),
+)
 _SHARED = (
     "return_text_in_logprobs",
     "return_routed_experts",
@@ -206,6 +211,12 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
     rank, ranks = sample.routed_dp_rank, engine.dp_size
     if rank is not None and not 0 <= rank < ranks:
         raise ValueError(f"routed_dp_rank={rank} out of range [0, {ranks})")
+    top_k = sample.sampling.top_k
+    if sample.return_sampling_mask and not sample.sampling.greedy and not 0 < top_k <= MAX_MASK:
+        raise ValueError(
+            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= {MAX_MASK}; got "
+            f"top_k={top_k}. Lower top_k or increase --sampling-mask-max-tokens."
+        )
     wrong = [token for token in sample.token_ids_logprob or () if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(

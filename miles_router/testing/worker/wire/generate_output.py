@@ -11,9 +11,12 @@ from miles_router.testing.worker.model.generation import ABORTED_WAITING, Genera
 from miles_router.testing.worker.model.indexer import choose
 from miles_router.testing.worker.model.moe import encode_routes, route
 from miles_router.testing.worker.settings import Settings
-from miles_router.testing.worker.wire.logprob_fields import logprob_fields
+from miles_router.testing.worker.wire.logprob_fields import logprob_fields, mask_fields
 
-_INCREMENTAL_FIELDS = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
+_INCREMENTAL_FIELDS = {
+    *("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"),
+    *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+}
 _ABSENT_WHEN_ABORTED_WAITING = (
     "prompt_tokens",
     "num_retractions",
@@ -64,6 +67,8 @@ class OutputBuilder:
         }
         if request.return_logprob:
             meta.update(self.logprob_fields(generation))
+        if request.return_sampling_mask:
+            meta.update(mask_fields(self._engine.model, generation))
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = len(generation.output_ids)
         meta["cached_tokens"] = generation.cached_tokens

@@ -1,5 +1,6 @@
 """The logprob fields of `meta_info`: for sampled ids, the prompt, the top ids and requested ids."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,18 @@ def logprob_fields(model: Model, generation: Generation) -> dict[str, Any]:
 
         fields.update(_rows("token_ids_logprobs", generation, asked))
     return fields
+
+
+def mask_fields(model: Model, generation: Generation) -> dict[str, Any]:
+    """Return the fields that `return_sampling_mask` adds."""
+    tokens, sampler = zip(generation.contexts, generation.output_ids, strict=True), model.sampler
+    count = 1 if generation.request.sampling.greedy else generation.request.sampling.top_k
+    masks = [sampler.support(context, token, count) for context, token in tokens]
+    return {
+        "output_token_sampling_mask": masks,
+        "output_token_sampling_logprobs": [-math.log(len(mask)) for mask in masks],
+        "output_token_sampling_mask_length": len(masks),
+    }
 
 
 def _rows(name: str, generation: Generation, row: Callable[[int], list[Triple]]) -> dict[str, Any]:

@@ -1,0 +1,195 @@
+"""Sampling masks: the ids that top-k and top-p left for each sampled token, from the engine to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
+from miles_router.trajectory import sample as samples_format
+from miles_router.trajectory.retrieved import read_safetensors
+from tests.support.brake import Brake
+from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
+from tests.support.cuts import cut, cuttable
+from tests.support.fleet import JSON, post
+from tests.support.http import RawReply
+from tests.support.restarts import StateDirectories
+from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api, case
+from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, message_of, user
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+TOP_K = 5
+ASKED: dict[str, Any] = {"return_sampling_mask": True, "return_logprob": True}
+PARAMS = {"max_new_tokens": 12, "ignore_eos": True, "top_k": TOP_K}
+MASK = "output_token_sampling_mask"
+CONTRACT = {"sampling": {"top_k": TOP_K, "return_sampling_mask": True}}
+Ragged = Mapping[str, Sequence[int]]
+
+
+def sets(mask: Ragged) -> list[list[int]]:
+    """The ids of each token."""
+    offsets = mask["offsets"]
+    return [[*mask["ids"][a:b]] for a, b in pairwise(offsets)]
+
+
+def last_event(reply: RawReply) -> Any:
+    return orjson.loads(reply.body.split(b"\n\n")[-3].removeprefix(b"data: "))
+
+
+def fits(tokens: Sequence[int], loss_mask: Sequence[int], mask: Ragged, told: Sequence[Sequence[int]]) -> None:
+    """Check that sampled tokens have what the engine told, in order, and all others themselves alone."""
+    found = sets(mask)
+    assert len(found) == len(tokens)
+    assert [each for each, sampled in zip(found, loss_mask, strict=True) if sampled] == [*map(list, told)]
+    others = zip(found, tokens, loss_mask, strict=True)
+    assert all(each == [token] for each, token, sampled in others if not sampled)
+
+
+async def test_a_text_of_three_turns_has_the_mask_of_each(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        text, told = "Hi", []
+        for stream in (False, True, False):
+            if stream:
+                reply = await trial.post(
+                    "/generate", {"text": text, "sampling_params": PARAMS, **ASKED, "stream": True}
+                )
+                events = reply.body.split(b"\n\n")
+                answer = orjson.loads(events[-3].removeprefix(b"data: "))
+            else:
+                answer = await trial.generate(text=text, sampling_params=PARAMS, **ASKED)
+            told += answer["meta_info"][MASK]
+            assert all(len(each) == TOP_K for each in answer["meta_info"][MASK])
+            text += answer["text"] + " and "
+        found = await trial.retrieve(text=text.removesuffix(" and "))
+        fits(found["tokens"], found["loss_mask"], found["sampling_mask"], told)
+        accept = [*JSON, ("Accept", "application/octet-stream")]
+        reply = await trial.post("/retrieve_from_text", {"text": text.removesuffix(" and ")}, accept)
+        exact = read_safetensors(reply.body)
+        assert exact.sampling_mask is not None
+        assert sets({name: each.tolist() for name, each in exact.sampling_mask.arrays().items()}) == sets(
+            found["sampling_mask"]
+        )
+        assert exact.sampling_mask.offsets.dtype == exact.sampling_mask.ids.dtype == np.int32
+
+
+async def test_a_text_with_a_turn_without_one_says_so_and_a_plain_one_has_none(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        plain = await trial.generate(text="Hi", sampling_params=PARAMS)
+        assert MASK not in plain["meta_info"]
+        assert "sampling_mask" not in await trial.retrieve(text="Hi" + plain["text"])
+        text = "Hi" + plain["text"]
+        more = await trial.generate(text=text, sampling_params=PARAMS, **ASKED)
+        found = await trial.retrieve(text=text + more["text"])
+        assert "sampling_mask" not in found
+        assert found["sampling_mask_missing"] == 12
+
+
+async def test_siblings_that_differ_in_their_masks_alone_keep_their_own(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        assert trial.worker is not None
+        told = {}
+        for top_k in (3, TOP_K):
+            trial.worker.say("Hello")
+            params = {"max_new_tokens": 64, "top_k": top_k}
+            answer = await trial.generate(text="Hi", sampling_params=params, **ASKED, rid=f"with {top_k}")
+            told[f"with {top_k}"] = answer["meta_info"][MASK]
+        for rid, masks in told.items():
+            found = await trial.retrieve(text="HiHello", rid=rid)
+            fits(found["tokens"], found["loss_mask"], found["sampling_mask"], masks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_generation_that_a_pause_cut_has_the_masks_of_both_parts(stage: Stage, stream: bool) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), token_latency_s=0.0002) as worker:
+        router = await stage.router(
+            worker.url, middlewares=(MiddlewareSpec(CACHE),), hf_checkpoint=checkpoint(), partial_rollout="resume"
+        )
+        trial, brake = Trial(router, worker), Brake(worker.engine)
+        brake.when = lambda generation: len(generation.output_ids) == 5
+        body = {"text": "Hi", "sampling_params": PARAMS, **ASKED, "stream": stream}
+        async with under_way(trial.post("/generate", body)) as generating:
+            await until(lambda: brake.on, "five tokens are sampled")
+            await post(router, "/pause_generation", mode="abort")
+            brake.on = False
+            await post(router, "/continue_generation")
+            reply = await generating
+        answer = last_event(reply) if stream else reply.json()
+        meta = answer["meta_info"]
+        assert meta["resumed"] == 1
+        assert len(meta[MASK]) == meta[f"{MASK}_length"] == 12
+        found = await trial.retrieve(text="Hi" + answer["text"])
+        fits(found["tokens"], found["loss_mask"], found["sampling_mask"], meta[MASK])
+
+
+async def test_masks_outlive_the_router(tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        directories = StateDirectories(worker, tmp_path)
+        found: list[Any] = []
+        text = session = ""
+        for _ in range(2):
+            layers = MiddlewareSpec(SESSIONS), MiddlewareSpec(CACHE)
+            async with directories.router(*layers, hf_checkpoint=checkpoint()) as router:
+                texts, sessions = Trial(router, worker), SessionTrial(router, [worker])
+                if not found:
+                    answer = await texts.generate(text="Hi", sampling_params=PARAMS, **ASKED)
+                    text = "Hi" + answer["text"]
+                    session = await sessions.create(contract=CONTRACT)
+                    said = await sessions.chat(session, [user("Hi")])
+                    await sessions.chat(session, [user("Hi"), message_of(said), user("More")])
+                exact, (sample,) = await texts.retrieve(text=text), await sessions.samples(session)
+                assert len(sets(sample["sampling_mask"])) == len(sample["tokens"])
+                found.append((exact["tokens"], exact["sampling_mask"], sample["tokens"], sample["sampling_mask"]))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_sessions_of_each_api_whole_streamed_and_cut(stage: Stage, tmp_path: Path, path: str) -> None:
+    async with cuttable(stage, settings={"state_dir": tmp_path}) as (trial, brake):
+        api = Api(path)
+        for kind in ("whole", "streamed", "cut"):
+            with case(kind):
+                session = await trial.create(contract=CONTRACT)
+                asked = api.ask(trial, session, 12, stream=kind == "streamed", ignore_eos=True)
+                if kind == "cut":
+                    async with under_way(asked) as turn:
+                        await cut(trial, brake, 3, kind)
+                        answer = await turn
+                else:
+                    answer = await asked
+                assert answer.status == 200, answer.body
+                assert MASK.encode() not in answer.body, "the agent did not ask for it"
+                (sample,) = await trial.samples(session)
+                sampled = sum(sample["loss_mask"])
+                found = [
+                    each
+                    for each, is_in in zip(sets(sample["sampling_mask"]), sample["loss_mask"], strict=True)
+                    if is_in
+                ]
+                assert len(found) == sampled == 12
+                assert all(len(each) == TOP_K for each in found)
+                reply = await trial.ask("POST", f"/sessions/{session}/samples", {"format": "safetensors"})
+                (exact,) = samples_format.read_safetensors(reply.body)
+                assert exact.sampling_mask is not None
+                assert exact.sampling_mask.ids.tolist() == sample["sampling_mask"]["ids"]
+
+
+async def test_what_does_not_tell_masks_refuses_them_by_name(stage: Stage) -> None:
+    async with cuttable(stage) as (trial, _):
+        session = await trial.create(contract=CONTRACT)
+        answer = await Api(COMPLETIONS).ask(trial, session, 4)
+        assert answer.status == 400
+        assert b"return_sampling_mask" in answer.body
+        refused = await trial.turn(await trial.create(), [user("Hi")], return_sampling_mask=True)
+        assert refused.status == 400, "the engine needs top_k"
+        assert b"top_k" in refused.body
+        wrong = await trial.ask("POST", "/sessions", {"contract": {"sampling": {"return_sampling_mask": 1}}})
+        assert wrong.status == 400
