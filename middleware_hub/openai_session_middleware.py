@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute
 
 from middleware_hub.auditing.audits import Audits
 from middleware_hub.auditing.routes import audit_routes, audited_episode
+from middleware_hub.auditing.teachers import Teachers
 from middleware_hub.openai_session.agent_apis import AGENT_APIS
 from middleware_hub.openai_session.agent_apis.agent_api import RunSettings
 from middleware_hub.openai_session.agent_apis.policy import RunPolicy
@@ -175,7 +176,8 @@ class OpenAISessionMiddleware:
         read = partial(count_read, router.run)
         maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls, read)
         router.episodes[KIND] = SessionEpisodes(self.store, self._archive, maker)
-        self._sessions = SessionRoutes(self.store, self._archive, maker, router.base_url, keeper.stop)
+        teachers = Teachers.of(router)
+        self._sessions = SessionRoutes(self.store, self._archive, maker, router.base_url, keeper.stop, teachers)
         self._audits, check = Audits.of(router), PromptCheck(continuation, router.tokenizer.decode)
         self._auditor = SessionAuditor(self.store, self._archive, self._audits.asker, check)
         self._audits.add(KIND, self._auditor)

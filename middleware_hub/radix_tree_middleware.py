@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.auditing.audits import Audits
 from middleware_hub.auditing.routes import audit_routes
+from middleware_hub.auditing.teachers import Teachers
 from middleware_hub.radix_tree.answers import AnswerTap
 from middleware_hub.radix_tree.archive.archive import TextArchive
 from middleware_hub.radix_tree.archive.text_rows import TextRows
@@ -80,7 +81,7 @@ class RadixTreeMiddleware:
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._rollouts = router.episodes[KIND] = TextRollouts(router, self.cache)
         self._holders = TextHolders(self._recorder, router.owners)
-        self._retrieval = Retrieval(self._recorder, self._rollouts, self._holders, router.owners)
+        self._retrieval = Retrieval(self._recorder, self._rollouts, self._holders, router.owners, Teachers.of(router))
         self._audits = Audits.of(router)
         self._audits.add(KIND, TextAuditor(self._rollouts, self._audits.asker))
         router.publish(NAME, self.cache.statistics)

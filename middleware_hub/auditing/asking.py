@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from miles_router.engines import paths, recomputing
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.recomputing import RecomputationCut, Recomputed
+from miles_router.engines.recomputing import Likeliest, RecomputationCut, Recomputed
 from miles_router.middlewares import Router
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
 #: The most audit requests that a router runs at once.
-AT_ONCE = 2
+AUDITS_AT_ONCE = 2
 #: Attempts for a request that a pause cuts.
 TRIES = 3
 #: Tokens at the end of the context window that no prompt may use.
@@ -44,18 +44,21 @@ class NotRecomputed(Exception):
 
 
 class Recomputation(NamedTuple):
-    """Recomputed logprobs, and the URL of the worker that computed them."""
+    """Recomputed logprobs, the URL of the worker that computed them, its weight version, and the likeliest tokens
+    (None: not requested)."""
 
     logprobs: Logprobs
     worker: str
+    version: str | None
+    likeliest: Likeliest | None
 
 
 class Asker:
-    """A client for the engines of one router, shared by all of its layers."""
+    """A client for the engines of one pool, shared by all layers, that runs `at_once` requests at a time."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, at_once: int = AUDITS_AT_ONCE) -> None:
         self._router = router
-        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._at_once = asyncio.Semaphore(at_once)
 
     @property
     def weight_version(self) -> str | None:
@@ -84,20 +87,29 @@ class Asker:
         ]
 
     async def recompute(
-        self, ids: Tokens, start: int, adapter: str, version: str, avoided: Collection[str]
+        self,
+        ids: Tokens,
+        start: int,
+        adapter: str = "",
+        version: str | None = None,
+        avoided: Collection[str] = (),
+        top_k: int = 0,
     ) -> Recomputation:
-        """Return the logprobs of `ids[start + 1 :]`, under this weight version.
+        """Return the logprobs of `ids[start + 1 :]`.
 
         Args:
+            version: the weight version that must compute them; None: any one.
             avoided: URLs of workers that should not be asked, if others are free.
+            top_k: how many of the likeliest tokens to return for each position.
 
         Raises:
             NotRecomputed: no engine returned them.
             RouterError: no worker can be asked.
         """
         wanted = ids[start:].tolist()
-        body, limit = recomputing.request(ids, start, adapter), BYTES_BESIDE + BYTES_PER_ID * len(wanted)
-        return await self._ask(body, limit, partial(recomputing.read, ids=wanted), version, avoided)
+        body = recomputing.request(ids, start, adapter, top_k)
+        limit = BYTES_BESIDE + BYTES_PER_ID * len(wanted) * (1 + top_k)
+        return await self._ask(body, limit, partial(recomputing.read, ids=wanted, top_k=top_k), version, avoided)
 
     async def recompute_next(
         self, ids: Tokens, token: int, temperature: float, adapter: str, version: str, avoided: Collection[str]
@@ -115,7 +127,12 @@ class Asker:
         return await self._ask(body, BYTES_BESIDE, partial(recomputing.read_next, token=token), version, avoided)
 
     async def _ask(
-        self, body: bytes, limit: int, read: Callable[[bytes], Recomputed], version: str, avoided: Collection[str]
+        self,
+        body: bytes,
+        limit: int,
+        read: Callable[[bytes], Recomputed],
+        version: str | None,
+        avoided: Collection[str],
     ) -> Recomputation:
         for _ in range(TRIES):
             async with self._at_once:
@@ -128,9 +145,10 @@ class Asker:
                 continue
             except UnreadableAnswer as error:
                 raise NotRecomputed(UNREADABLE, str(error)) from None
-            if (found.version or self._router.pool.version_of(worker)) != version:  # weights changed meanwhile
+            computed_by = found.version or self._router.pool.version_of(worker)
+            if version is not None and computed_by != version:  # weights changed meanwhile
                 raise NotRecomputed(OTHER_WEIGHTS)
-            return Recomputation(found.logprobs, worker)
+            return Recomputation(found.logprobs, worker, computed_by, found.likeliest)
         raise NotRecomputed(CUT)
 
     async def _forward(self, body: bytes, limit: int, avoided: Collection[str]) -> tuple[int, bytes, str]:

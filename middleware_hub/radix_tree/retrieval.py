@@ -14,6 +14,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from middleware_hub.auditing.teachers import TEACHER, TeacherRequest, Teachers
 from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.holders import (
@@ -37,17 +38,20 @@ from miles_router.trajectory.rows import RowKind
 
 BINARY, JSON = "application/octet-stream", "application/json"
 MAX_TEXTS = 4096
-FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp", "reward", "rewards"})
+FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp", "reward", "rewards", TEACHER})
 
 
 class Retrieval:
     """The handler of `POST /retrieve_from_text`, on one cache."""
 
-    def __init__(self, recorder: TextRecorder, rollouts: TextRollouts, holders: TextHolders, owners: Owners) -> None:
+    def __init__(
+        self, recorder: TextRecorder, rollouts: TextRollouts, holders: TextHolders, owners: Owners, teachers: Teachers
+    ) -> None:
         self._recorder = recorder
         self._holders = holders
         self._rollouts = rollouts
         self._owners = owners
+        self._teachers = teachers
         self._cache = recorder.cache
 
     async def answer(self, request: Request) -> Response:
@@ -59,6 +63,7 @@ class Retrieval:
             BadRequest: a field is missing, unknown or of the wrong type.
             NotFound: the `rid` is unknown; with `strict`, recorded tokens do not spell all of the text.
             StateError: the store cannot be read.
+            RouterError: as `Teachers.find` and `Teacher.score`.
         """
         exchange = Exchange.of(request.scope)
         asked = exchange.loads(await exchange.read(request.receive))
@@ -67,12 +72,17 @@ class Retrieval:
         _check(asked)
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
         with Watch(request.receive):
+            wanted = asked.get(TEACHER)
+            teacher = None if wanted is None else await self._teachers.find(TeacherRequest.read(wanted))
             if texts is None:
                 found = [await self._retrieve_anywhere(request.scope, asked, strict=strict)]
             elif self._owners.several:
                 found = await self._retrieve_many(request.scope, texts, pace, strict=strict)
             else:
                 found = [await self._retrieve_paced(text, pace, strict=strict) for text in texts]
+            if teacher is not None:
+                scores = await teacher.score([each.trajectory for each in found])
+                found = [replace(each, teacher=of_it) for each, of_it in zip(found, scores, strict=True)]
             self._rollouts.record_rewards(found, [asked.get("reward")] if texts is None else asked.get("rewards") or ())
             if BINARY in request.headers.get("accept", ""):
                 write, media_type = partial(write_safetensors, found, many=texts is not None), BINARY

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
+from middleware_hub.tokenizing.encoding import TextEncoder
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import USUAL
 from miles_router.engines.probe_text import probe_text
@@ -38,12 +39,18 @@ class ProbeComparison:
 
 
 class TokenizerAgreement:
-    """A comparison of the router's tokenizer with that of each engine process, by the ids of a probe text. A worker is
-    compared as soon as its facts are known. All middlewares of a router share one instance."""
+    """A comparison of the router's tokenizer with that of each engine process of a pool, by the ids of a probe text. A
+    worker is compared as soon as its facts are known. All middlewares of a router share one instance.
 
-    def __init__(self, router: Router) -> None:
+    Args:
+        router: the handle of the pool.
+        encoder: encodes as the router does.
+    """
+
+    def __init__(self, router: Router, encoder: TextEncoder) -> None:
         self._router = router
-        encoder = AsyncEncoder.of(router).encoder
+        self._encoder = encoder
+        self._others: dict[str, TokenizerAgreement] = {}
         added = encoder.added_tokens
         self._probe = probe_text(added[token] for token in sorted(added))
         self._ids = encoder.encode_rendered(self._probe).tolist()
@@ -56,9 +63,23 @@ class TokenizerAgreement:
         """Return the router's shared instance; create it at the first call."""
         found: TokenizerAgreement | None = getattr(router.state, NAME, None)
         if found is None:
-            found = cls(router)
+            found = cls(router, AsyncEncoder.of(router).encoder)
             setattr(router.state, NAME, found)
         return found
+
+    async def differences(self, model: str) -> Sequence[str]:
+        """Return why workers of another pool cannot take the router's ids, one text for each such worker. Workers
+        without a route that tokenizes are not compared.
+
+        Raises:
+            UnknownModel: there is no pool of this name.
+        """
+        router = self._router.of_model(model)
+        if model not in self._others:
+            self._others[model] = TokenizerAgreement(router, self._encoder)
+        other = self._others[model]
+        await other._settle_all(None)
+        return [*other._reasons(other._barred())]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -71,7 +92,8 @@ class TokenizerAgreement:
             yield
         finally:
             fleet.facts_listeners.remove(self._compare_soon)
-            for worker in fleet.pool:
+            others = [worker for other in self._others.values() for worker in other._router.pool]
+            for worker in [*fleet.pool, *others]:
                 comparison = _comparison_of(worker)
                 if comparison is not None and comparison.task is not None:
                     await cancelled(comparison.task)
@@ -85,7 +107,15 @@ class TokenizerAgreement:
         """
         routing = Exchange.of(scope).routing
         routing.excluded_workers = self._barred
-        key = first_header(scope["headers"], b"authorization")
+        await self._settle_all(first_header(scope["headers"], b"authorization"))
+        if not self._differing:
+            return
+        snapshot, barred = self._router.pool.snapshot, self._barred()
+        if barred and snapshot.generating and not snapshot.remaining(barred, generates=True):
+            raise UpstreamError("; ".join(self._reasons(barred)))
+
+    async def _settle_all(self, key: bytes | None) -> None:
+        """Compare routable workers that are not compared yet, for at most `PATIENCE` seconds."""
         waiting = [
             spawn(self._settle(worker, key), name=f"wait for the tokenizer of {worker.url}")
             for worker in self._router.pool.routable
@@ -93,11 +123,6 @@ class TokenizerAgreement:
         ]
         if waiting:
             await asyncio.wait(waiting, timeout=PATIENCE)
-        if not self._differing:
-            return
-        snapshot, barred = self._router.pool.snapshot, self._barred()
-        if barred and snapshot.generating and not snapshot.remaining(barred, generates=True):
-            raise UpstreamError("; ".join(self._reasons(barred)))
 
     def _barred(self) -> Sequence[Worker]:
         """Return the workers whose current engine process differs."""
@@ -194,7 +219,7 @@ class TokenizerAgreement:
         )
         return (
             f"tokenizes a probe text differently from the router, from token {place} on ({len(ids)} tokens instead of "
-            f"{len(self._ids)}), so its answers are not recorded. Give both the same tokenizer files and a "
+            f"{len(self._ids)}), so its ids mean other texts. Give both the same tokenizer files and a "
             "transformers release that loads them correctly; if the tokenizer has code, set --trust-remote-tokenizer"
         )
 

@@ -21,6 +21,7 @@ import numpy as np
 from miles_router.client.answers import Generation
 from miles_router.client.errors import InvalidSample, convert_errors
 from miles_router.client.router_client import RouterClient
+from miles_router.client.session import Teacher
 from miles_router.tasks import together
 from miles_router.trajectory import Retrieved, Sample
 from miles_router.trajectory.finite import require_finite
@@ -131,6 +132,7 @@ async def agentic(
     label: Any = None,
     metadata: Mapping[str, Any] | None = None,
     contract: Mapping[str, Any] | None = None,
+    teacher: Teacher | None = None,
 ) -> list[Sample]:
     """Run an agent's episode in a new session, and return its samples, one for each branch.
 
@@ -140,7 +142,7 @@ async def agentic(
         samples = await agentic(client, agent, reward=lambda outcome: float(outcome == "42"))
 
     Args:
-        max_seq_len, branches, build, mask, side_calls: as in `Session.collect`.
+        max_seq_len, branches, build, mask, side_calls, teacher: as in `Session.collect`.
         contract: the limits of the session (docs/agents.md). With `key` in it the agent is called with `api_key=`
             too.
         reward: a function of the agent's return value that returns the reward of all samples; it may be async.
@@ -164,6 +166,7 @@ async def agentic(
             reward=earned,
             label=label,
             metadata=metadata,
+            teacher=teacher,
         )
 
 

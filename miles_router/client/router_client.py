@@ -12,7 +12,7 @@ import orjson
 from miles_router.client.answers import Generation
 from miles_router.client.control import FleetControl
 from miles_router.client.errors import ConnectionLost, InvalidReply, convert_errors, read_error
-from miles_router.client.session import EpisodeInfo, Session, SessionInfo, read_audit
+from miles_router.client.session import EpisodeInfo, Session, SessionInfo, Teacher, read_audit
 from miles_router.client.transport import DEFAULT_RETRIES, OwnerTransport, Pool, Request, Retries, Transport
 from miles_router.engines.events import DATA, DONE, EventReader
 from miles_router.trajectory import Malformed, Retrieved
@@ -130,7 +130,13 @@ class RouterClient(FleetControl):
         raise ConnectionLost("POST /generate: the stream ended without [DONE]")
 
     async def retrieve(
-        self, text: str | None = None, *, rid: str | None = None, strict: bool = True, reward: float | None = None
+        self,
+        text: str | None = None,
+        *,
+        rid: str | None = None,
+        strict: bool = True,
+        reward: float | None = None,
+        teacher: Teacher | None = None,
     ) -> Retrieved:
         """Return the exact tokens of a text that was generated through `RadixTreeMiddleware`: the prompt that was sent
         plus the text that was returned. Always send `rid` (`Generation.rid`): it distinguishes generations with equal
@@ -140,12 +146,13 @@ class RouterClient(FleetControl):
             strict: False returns an encoding with mask 0 for text that was not generated, instead of raising
                 `NotFound`.
             reward: for the dashboard and `/router/run`, which count it each time that it is sent.
+            teacher: as in `Session.collect`, for `retrieved.teacher`.
 
         Raises:
             NotFound: the router does not have `rid`, or with `strict` the text was not recorded from end to end.
             InvalidSample: the arrays cannot be those of a rollout.
         """
-        fields = {"text": text, "rid": rid, "strict": strict, "reward": reward}
+        fields = {"text": text, "rid": rid, "strict": strict, "reward": reward, "teacher": teacher}
         body = {name: value for name, value in fields.items() if value is not None}
         request = Request("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
         data = await self._transport.bytes(request)

@@ -17,6 +17,8 @@ from miles_router.trajectory.sample import READERS, Format, Reward
 logger = logging.getLogger(__name__)
 
 NO_KEY = "none"  # OpenAI's clients require a key
+#: A `model_id`, or that and `top_k`.
+Teacher = str | Mapping[str, Any]
 
 
 class SessionInfo(TypedDict):
@@ -154,6 +156,7 @@ class Session:
         reward: Reward = None,
         label: Any = None,
         metadata: Mapping[str, Any] | None = None,
+        teacher: Teacher | None = None,
         format: Format = "safetensors",
     ) -> list[Sample]:
         """Return the training samples, one for each branch; the session stays as it is.
@@ -169,6 +172,8 @@ class Session:
                 samples too; by default as the router is configured, or else True.
             per_token: names of `set_rewards` that become arrays in `Sample.per_token`, such as `advantage`.
             reward, label, metadata: set on every sample.
+            teacher: the `model_id` of a pool whose logprobs of the sampled tokens become `sample.teacher`, or
+                `{"model": ..., "top_k": ...}` for its likeliest tokens too (docs/sessions-reference.md).
 
         Raises:
             InvalidSample: a sample would break an invariant, or no request of the agent was traced; no sample is
@@ -186,6 +191,7 @@ class Session:
             "reward": reward,
             "label": label,
             "metadata": metadata,
+            "teacher": teacher,
         }
         body = {name: value for name, value in fields.items() if value is not None}
         data = await self._transport.bytes(Request("POST", f"{self._path}/samples", body, repeatable=True))

@@ -103,15 +103,17 @@ def trainer_fields(sample: Sample, *, arrays: bool = False) -> dict[str, Any]:
     """Return the fields with which the `Sample` of miles and slime is updated: `Sample.from_dict({**given.to_dict(),
     **trainer_fields(sample)})`.
 
-    There `loss_mask` and `rollout_log_probs` cover the response alone, versions are a list of names, and `status` is
-    the value of an enumeration. Reward and label are left out if they are None, so that those of the given sample stay;
-    its metadata stays if the rollout was given it. With `arrays`, numpy arrays are not converted to lists.
+    There `loss_mask`, `rollout_log_probs` and slime's `teacher_log_probs` cover the response alone, versions are a list
+    of names, and `status` is the value of an enumeration. Reward and label are left out if they are None, so that those
+    of the given sample stay; its metadata stays if the rollout was given it. With `arrays`, numpy arrays are not
+    converted to lists.
     """
     start = sample.prompt_length
     aligned: Mapping[str, Any] = {
         "tokens": sample.tokens,
         "loss_mask": sample.loss_mask[start:],
         "rollout_log_probs": sample.logprobs[start:],
+        **({} if sample.teacher is None else {"teacher_log_probs": sample.teacher.logprobs[start:]}),
     }
     made: Mapping[str, Any] = {
         **(aligned if arrays else {name: array.tolist() for name, array in aligned.items()}),

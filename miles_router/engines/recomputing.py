@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, is_abort
@@ -19,7 +20,8 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import IDS, PARAMS, GenerateRequest
 from miles_router.engines.models import ADAPTER, MODEL, adapter_of
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.pieces import Logprobs, Tokens, logprob_array
+from miles_router.trajectory.pieces import Logprobs, Tokens, logprob_array, token_array
+from miles_router.trajectory.teacher import NO_ID, NO_LOGPROB
 
 TEMPERATURE = "temperature"
 #: Other settings that change the reported logprobs, with the value that has no effect.
@@ -72,11 +74,21 @@ def _settings(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: fields[name] for name in OF_THE_MODEL if fields.get(name) is not None}
 
 
+class Likeliest(NamedTuple):
+    """The likeliest tokens at some positions, the likeliest first: ids (int32) and logprobs (float32), both
+    [positions, k]. Where the engine returned fewer, `NO_ID` and `NO_LOGPROB`."""
+
+    ids: Tokens
+    logprobs: Logprobs
+
+
 class Recomputed(NamedTuple):
-    """The logprobs (float32) that an engine computes for given ids, and its weight version (None: not reported)."""
+    """The logprobs (float32) that an engine computes for given ids, its weight version (None: not reported), and the
+    likeliest tokens at their positions (None: not requested)."""
 
     logprobs: Logprobs
     version: str | None
+    likeliest: Likeliest | None = None
 
 
 class RecomputationCut(Exception):
@@ -151,9 +163,11 @@ def adapter_in(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
     return own or "" if own is None or isinstance(own, str) else None
 
 
-def request(ids: Tokens, start: int, adapter: str) -> bytes:
-    """Return a `/generate` request for the logprobs of the ids behind position `start`."""
-    return _serialize(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start)
+def request(ids: Tokens, start: int, adapter: str, top_k: int = 0) -> bytes:
+    """Return a `/generate` request for the logprobs of the ids behind position `start`, and for as many of the
+    likeliest tokens there."""
+    tops = {"top_logprobs_num": top_k} if top_k else {}
+    return _serialize(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start, **tops)
 
 
 def request_next(ids: Tokens, token: int, divided_by: float, adapter: str) -> bytes:
@@ -168,14 +182,15 @@ def _serialize(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: A
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def read(body: bytes, ids: Sequence[int]) -> Recomputed:
-    """Parse the answer to a request for the logprobs of all of these ids except the first.
+def read(body: bytes, ids: Sequence[int], top_k: int = 0) -> Recomputed:
+    """Parse the answer to a request for the logprobs of all of these ids except the first, with as many of the
+    likeliest tokens.
 
     Raises:
         RecomputationCut: the request was aborted, or several weight versions computed it.
         UnreadableAnswer: the answer has no logprobs, or those of other ids.
     """
-    return _read(body, lambda meta: meta["input_token_logprobs"], ids, 1)
+    return _read(body, lambda meta: meta["input_token_logprobs"], ids, 1, top_k)
 
 
 def read_next(body: bytes, token: int) -> Recomputed:
@@ -184,7 +199,11 @@ def read_next(body: bytes, token: int) -> Recomputed:
 
 
 def _read(
-    body: bytes, entries_of: Callable[[Mapping[str, Any]], Sequence[Any]], ids: Sequence[int], first: int
+    body: bytes,
+    entries_of: Callable[[Mapping[str, Any]], Sequence[Any]],
+    ids: Sequence[int],
+    first: int,
+    top_k: int = 0,
 ) -> Recomputed:
     """Return the logprobs from index `first` on."""
     try:
@@ -196,8 +215,29 @@ def _read(
             raise UnreadableAnswer("logprobs_of_other_tokens", f"{len(entries)} logprobs, {len(ids)} ids")
         versions = {span["version"] for span in meta.get(VERSIONS) or ()} | {meta.get(VERSION)}
         logprobs = logprob_array([entry[0] for entry in entries[first:]], len(entries) - first)
+        likeliest = _likeliest(meta["input_top_logprobs"], len(entries), top_k) if top_k else None
     except (*MALFORMED, orjson.JSONDecodeError, InvalidTrajectory) as error:
         raise UnreadableAnswer("incomplete", repr(error)) from None
     if len(versions - {None}) > 1:
         raise RecomputationCut
-    return Recomputed(logprobs, next((str(each) for each in versions if each is not None), None))
+    return Recomputed(logprobs, next((str(each) for each in versions if each is not None), None), likeliest)
+
+
+def _likeliest(rows: Sequence[Sequence[Any] | None], count: int, top_k: int) -> Likeliest:
+    """Return the likeliest tokens at all positions except the first, which has none.
+
+    Raises:
+        UnreadableAnswer: they are those of another number of positions.
+        InvalidTrajectory, TypeError, ValueError: an id or a logprob is not one.
+    """
+    if len(rows) != count:
+        raise UnreadableAnswer("logprobs_of_other_tokens", f"likeliest tokens of {len(rows)} positions, {count} ids")
+    # JSON writes minus infinity as null.
+    known = [[entry for entry in row or () if entry[0] is not None][:top_k] for row in rows[1:]]
+    entries = [entry for row in known for entry in row]
+    filled = np.arange(top_k) < np.array([len(row) for row in known], dtype=np.int32).reshape(-1, 1)
+    ids = np.full(filled.shape, NO_ID, dtype=np.int32)
+    logprobs = np.full(filled.shape, NO_LOGPROB, dtype=np.float32)
+    ids[filled] = token_array([entry[1] for entry in entries])
+    logprobs[filled] = logprob_array([entry[0] for entry in entries], len(entries))
+    return Likeliest(ids, logprobs)

@@ -64,6 +64,8 @@ class Router:
         self.fleet = fleet
         #: The workers of every model by `model_id`, empty for workers without one; `Pools` adds to it.
         self.fleets: Mapping[str, Fleet] = {config.model_id or "": fleet}
+        #: Returns the handle of the pool with this `model_id`, or raises UnknownModel; `Pools` sets it.
+        self.of_model: Callable[[str], Router]
         #: The states, weight versions and request counts of the workers.
         self.pool = fleet.pool
         #: The gate at which requests wait while the fleet is paused or asleep.

@@ -198,6 +198,7 @@ class Pools:
         pool = self._pools[name] = self._make(name)
         self._fleets[name] = pool.fleet
         pool.router.fleets = self._fleets
+        pool.router.of_model = lambda model_id: self.of_id(model_id).router
 
         def note(transition: Transition) -> None:
             pool.peopled = True

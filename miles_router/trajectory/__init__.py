@@ -4,6 +4,7 @@
     Trajectory   a sequence of pieces; slices and appended copies share them, properties return flat arrays
     Sample       flat arrays with a trainer's metadata, written by the router and read by its client
     Retrieved    a trajectory and its text, written and read likewise
+    TeacherScores  another model's logprobs of the sampled tokens of either
     safetensors  the file format of samples and retrieved texts
     json_parts   JSON of both, in parts that are each written quickly
     json_items   JSON of many samples, read one at a time
@@ -14,6 +15,7 @@ Contains nothing of HTTP, tokenizers or engines.
 from miles_router.trajectory.pieces import InvalidTrajectory, Malformed, Piece, VersionRun
 from miles_router.trajectory.retrieved import Retrieved
 from miles_router.trajectory.sample import Sample
+from miles_router.trajectory.teacher import TeacherScores
 from miles_router.trajectory.trajectory import Trajectory, from_arrays
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "Piece",
     "Retrieved",
     "Sample",
+    "TeacherScores",
     "Trajectory",
     "VersionRun",
     "from_arrays",

@@ -17,18 +17,19 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 
 def array_parts(array: npt.NDArray[Any]) -> Iterator[bytes]:
-    """Yield a flat array as a JSON list."""
-    if len(array) <= AT_ONCE:
+    """Yield an array as a JSON list, with several dimensions as a list of lists."""
+    if array.size <= AT_ONCE:
         yield orjson.dumps(array, option=_OPTIONS)
         return
-    for at in range(0, len(array), AT_ONCE):
+    step = max(1, AT_ONCE * len(array) // array.size)
+    for at in range(0, len(array), step):
         yield b"," if at else b"["
-        yield orjson.dumps(array[at : at + AT_ONCE], option=_OPTIONS)[1:-1]
+        yield orjson.dumps(array[at : at + step], option=_OPTIONS)[1:-1]
     yield b"]"
 
 
 def object_parts(arrays: Mapping[str, npt.NDArray[Any]], others: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield a JSON object with at least one flat array and then other fields, without its closing bracket."""
+    """Yield a JSON object with at least one array and then other fields, without its closing bracket."""
     before = b"{"
     for name, array in arrays.items():
         yield b'%b"%b":' % (before, name.encode("ascii"))

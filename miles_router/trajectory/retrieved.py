@@ -4,6 +4,8 @@ JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollo
 safetensors   tensors tokens, logprobs, loss_mask, sampling_mask.offsets, sampling_mask.ids; everything else as JSON
               under `facts` in the file's metadata. For several texts each tensor's name begins with the text's index
               (0.tokens), and `facts` is a list
+
+`trajectory.teacher` names the fields of a teacher's scores.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from miles_router.trajectory.json_parts import array_parts, object_parts
 from miles_router.trajectory.pieces import Logprobs, Malformed, Mask, Tokens, VersionRun
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.sampling_mask import SamplingMask, mask_of_tensors, mask_parts, mask_tensors
+from miles_router.trajectory.teacher import TeacherScores, arrays_of, facts_of, read_scores
 from miles_router.trajectory.trajectory import Trajectory, from_arrays
 
 Found = TypeVar("Found")
@@ -35,6 +38,7 @@ class Retrieved:
         candidates: the ids of the generations with this text: several if their tokens differ, else at most one.
         rid, finish_reason, finished: of the generation; None if the text is not that of a rollout.
         cache_versions: the weight versions whose KV cache the engine may have reused from its prefix cache.
+        teacher: another model's logprobs of the sampled tokens, if they were requested.
     """
 
     trajectory: Trajectory
@@ -45,6 +49,7 @@ class Retrieved:
     finish_reason: str | None = None
     finished: bool | None = None
     cache_versions: tuple[str | None, ...] = ()
+    teacher: TeacherScores | None = None
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -82,7 +87,9 @@ class Retrieved:
     def json_parts(self, *, with_logprobs: bool = True) -> Iterator[bytes]:
         """Yield the JSON answer in parts."""
         arrays: dict[str, npt.NDArray[Any]] = {"tokens": self.tokens, "loss_mask": self.loss_mask}
-        yield from object_parts(arrays, {"weight_versions": self._runs(), **self._facts()})
+        yield from object_parts(
+            {**arrays, **arrays_of(self.teacher)}, {"weight_versions": self._runs(), **self._facts()}
+        )
         if with_logprobs:
             yield b',"rollout_logp":'
             yield from array_parts(self.logprobs)
@@ -105,6 +112,7 @@ class Retrieved:
             "finished": self.finished,
             "cache_versions": list(self.cache_versions),
             **({"sampling_mask_missing": missing} if (missing := self.trajectory.unmasked) else {}),
+            **facts_of(self.teacher),
         }
 
 
@@ -117,6 +125,7 @@ def write_safetensors(found: Sequence[Retrieved], *, many: bool) -> bytes:
         arrays[f"{prefix}logprobs"] = each.logprobs
         arrays[f"{prefix}loss_mask"] = each.loss_mask
         arrays |= mask_tensors(each.sampling_mask, prefix)
+        arrays.update({f"{prefix}{name}": array for name, array in arrays_of(each.teacher).items()})
     facts = [{**each._facts(), "weight_versions": each._runs()} for each in found]
     return pack(arrays, {"facts": orjson.dumps(facts if many else facts[0]).decode()})
 
@@ -156,4 +165,5 @@ def _read_one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) 
         finish_reason=facts["finish_reason"],
         finished=facts["finished"],
         cache_versions=tuple(facts.get("cache_versions", ())),
+        teacher=read_scores(arrays, facts, prefix),
     )

@@ -6,7 +6,7 @@ safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tok
 
 Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`. A sampling mask is `sampling_mask`, with
 `offsets` and `ids` (`0.sampling_mask.offsets`, `0.sampling_mask.ids`). Per-token values are under `per_token` by name
-(`0.per_token.reward`; the sample's JSON lists the names).
+(`0.per_token.reward`; the sample's JSON lists the names). `trajectory.teacher` names the fields of a teacher's scores.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malforme
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.sampling_mask import SamplingMask, mask_of_tensors, mask_parts, mask_tensors
+from miles_router.trajectory.teacher import TEACHER, TeacherScores, arrays_of, facts_of, read_scores
 from miles_router.trajectory.trajectory import checked_arrays
 
 #: `completed`: the engine stopped by itself; `truncated`: a limit was reached; `aborted`: the generation was aborted.
@@ -72,11 +73,12 @@ class Sample:
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], if the router records them.
         sampling_mask: for each of the n tokens, the ids that could have been sampled, if the engine was asked.
         per_token: float64 [n] by name: rewards and the like that were set for turns and spans, 0.0 where none was.
+        teacher: another model's logprobs of the sampled tokens, if they were requested.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `complete`, `finite`,
             `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`,
-            `sampling_mask_fits`, `per_token_fits`.
+            `sampling_mask_fits`, `per_token_fits`, `teacher_fits`.
     """
 
     tokens: Tokens
@@ -93,6 +95,7 @@ class Sample:
     indexer_topk: ShapedRows | None = None
     sampling_mask: SamplingMask | None = None
     per_token: Mapping[str, TokenValues] = field(default_factory=dict)
+    teacher: TeacherScores | None = None
 
     def __post_init__(self) -> None:
         arrays = checked_arrays(self.tokens, self.logprobs, self.loss_mask, self.weight_versions)
@@ -116,6 +119,8 @@ class Sample:
             raise InvalidTrajectory("complete", f"per_token must be an object, not {type(self.per_token).__name__}")
         values = {name: _checked_values(name, array, len(self)) for name, array in self.per_token.items()}
         object.__setattr__(self, "per_token", values)
+        if self.teacher is not None:
+            self.teacher.check(len(self))
 
     def _check_response(self) -> None:
         length = self.response_length
@@ -152,12 +157,12 @@ class Sample:
         """
         rows = {kind.name: _decoded_rows(kind, data[kind.name]) for kind in KINDS if data.get(kind.name) is not None}
         mask = None if (given := data.get("sampling_mask")) is None else SamplingMask.from_arrays(given)
-        beside = {"sampling_mask": mask, "per_token": data.get("per_token") or {}}
+        beside = {"sampling_mask": mask, "per_token": data.get("per_token") or {}, TEACHER: read_scores(data, data)}
         return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows, **beside}, data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sample as JSON-compatible values in the router's format, which `from_json` reads."""
-        made = {**{name: getattr(self, name).tolist() for name in ARRAYS}, **_facts(self, CARRIED)}
+        made = {**{name: array.tolist() for name, array in _flat_arrays(self).items()}, **_facts(self, CARRIED)}
         made |= {name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}
         if self.sampling_mask is not None:
             made["sampling_mask"] = {name: array.tolist() for name, array in self.sampling_mask.arrays().items()}
@@ -182,7 +187,7 @@ def write_json(samples: Iterable[Sample], metadata: Mapping[str, Any], carried: 
 
 def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[bytes]:
     """Yield one sample as JSON, in parts."""
-    yield from object_parts({name: getattr(sample, name) for name in ARRAYS}, _facts(sample, carried))
+    yield from object_parts(_flat_arrays(sample), _facts(sample, carried))
     for name, rows in sample.rows.items():
         yield b',"%b":' % name.encode("ascii")
         yield from row_parts(rows)
@@ -205,7 +210,7 @@ def write_safetensors(
     arrays: dict[str, npt.NDArray[Any]] = {}
     for place, sample in enumerate(samples):
         values = {f"per_token.{name}": array for name, array in sample.per_token.items()}
-        every = {**{name: getattr(sample, name) for name in ARRAYS}, **sample.rows, **values}
+        every = {**_flat_arrays(sample), **sample.rows, **values}
         arrays.update({f"{place}.{name}": array for name, array in every.items()})
         arrays.update(mask_tensors(sample.sampling_mask, f"{place}."))
     facts = orjson.dumps([{**_facts(sample, carried), **_value_names(sample)} for sample in samples])
@@ -254,6 +259,11 @@ def _json_error(data: bytes, error: orjson.JSONDecodeError) -> str:
     return non_finite_literal(data, error.pos, error.msg) or repr(error)
 
 
+def _flat_arrays(sample: Sample) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that are not rows, for both formats."""
+    return {**{name: getattr(sample, name) for name in ARRAYS}, **arrays_of(sample.teacher)}
+
+
 def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
     """Return everything but the arrays, for both formats."""
     return {
@@ -263,6 +273,7 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
         "status": sample.status,
         **{name: getattr(sample, name) for name in CARRIED if name in carried},
         "metadata": dict(sample.metadata),
+        **facts_of(sample.teacher),
     }
 
 
@@ -271,15 +282,18 @@ def _value_names(sample: Sample) -> dict[str, list[str]]:
 
 
 def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of one sample in a file, and its sampling mask. Raises KeyError if an array is missing."""
+    """Return the arrays of one sample in a file, its sampling mask and a teacher's scores. Raises KeyError if an array
+    is missing."""
     values = {name: arrays[f"{place}.per_token.{name}"] for name in facts.get("per_token", ())}
     rows = {kind.name: arrays[name] for kind in KINDS if (name := f"{place}.{kind.name}") in arrays}
     beside = {"sampling_mask": mask_of_tensors(arrays, f"{place}."), "per_token": values}
-    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows, **beside}
+    scores = read_scores(arrays, facts, f"{place}.")
+    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows, **beside, TEACHER: scores}
 
 
 def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Sample:
-    """Return a sample from its arrays (or lists of numbers), rows and other fields. Raises as `Sample.from_json`."""
+    """Return a sample from its arrays (or lists of numbers), rows, a teacher's scores, and other fields. Raises as
+    `Sample.from_json`."""
     try:
         return Sample(
             **arrays,

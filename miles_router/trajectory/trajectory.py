@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -99,9 +99,17 @@ class Trajectory:
     @property
     def loss_mask(self) -> Mask:
         """Uint8 [n]; 1 = sampled by the engine and trained in this trajectory."""
+        return self._mask(lambda piece: piece.trained)
+
+    @property
+    def sampled(self) -> Mask:
+        """Uint8 [n]; 1 = sampled by the engine, trained in this trajectory or not."""
+        return self._mask(lambda piece: piece.logprobs is not None)
+
+    def _mask(self, is_set: Callable[[Piece], bool]) -> Mask:
         flat = np.zeros(len(self), dtype=np.uint8)
         for piece, begin in self._located():
-            if piece.trained:
+            if is_set(piece):
                 flat[begin : begin + len(piece)] = 1
         return flat
 

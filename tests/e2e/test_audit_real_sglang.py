@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from middleware_hub.auditing.tool.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
@@ -33,7 +32,7 @@ from tests.support.audits import (
     text_rollouts,
 )
 from tests.support.cache_trial import CACHE
-from tests.support.real_sessions import real_sessions
+from tests.support.real_sessions import real_sessions, rolled_model
 from tests.support.session_trial import ADD, SESSIONS, SessionTrial, message_of, tool_result, user
 
 pytestmark = pytest.mark.sglang
@@ -44,8 +43,6 @@ STRICT = ("--threshold", "0.1")
 #: 0.04, and of all tokens 0.11. (By default 0.3 nats are too far: too near to what is found here to rely on.)
 LAX = ("--quantile", "0.9", "--threshold", "0.2")
 EPISODES = 3
-#: Numbers in a row of most weights.
-HIDDEN = 64
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +61,7 @@ async def trial(worker: RealWorker) -> AsyncIterator[SessionTrial]:
 
 @pytest.fixture(scope="module")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The model with each row of its weights in the place of the one before."""
-    other = tmp_path_factory.mktemp("other-weights")
-    for file in ensure().dense_model.iterdir():
-        (other / file.name).symlink_to(file)
-    weights = other / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    weights.unlink()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    values = np.frombuffer(data, np.uint16, offset=begin)
-    values[:] = np.roll(values, HIDDEN)
-    weights.write_bytes(data)
-    return str(other)
+    return str(rolled_model(tmp_path_factory.mktemp("other-weights")))
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from miles_router.errors import ConfigError
 from miles_router.fleet.workers import WorkerState
 from miles_router.middlewares.checkpoint import load_tokenizer
-from miles_router.settings.config import RouterConfig
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
-from tests.support.cache_trial import checkpoint, trial_before
+from tests.support.cache_trial import CACHE, checkpoint, trial_before
 from tests.support.fleet import PROBING, post
 from tests.support.session_apis import MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, IM_END, SessionTrial, qwen3, session_trial, user
@@ -59,6 +59,20 @@ async def test_text_cache_is_refused_where_the_engine_tokenizes_otherwise(stage:
         assert not trial.log
         passed = await trial.post("/generate", {**TEXT, "image_data": "x.png"})
         assert passed.status != 502, "what is not traced passes"
+        await stage.provoked("tokenizer_differs")
+
+
+async def test_a_pool_with_another_tokenizer_is_no_teacher(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=qwen3()) as student, SimulatedWorker(tokenizer=checkpoint()) as teacher:
+        trial = await session_trial(stage, student, model_id="m", more=[MiddlewareSpec(CACHE)])
+        assert (await post(trial.router, "/workers", url=teacher.url, model_id="teacher")).status == 201
+        session = await trial.create()
+        await trial.chat(session, HI)
+        for path, body in ((f"/sessions/{session}/samples", {}), ("/retrieve_from_text", {"text": "Hi"})):
+            reply = await post(trial.router, path, **body, teacher="teacher")
+            assert (reply.status, reply.json()["error"]["type"]) == (409, "conflict")
+            assert f"{teacher.url} tokenizes a probe text differently" in reply.json()["error"]["message"]
+        assert not teacher.log.at("/generate")
         await stage.provoked("tokenizer_differs")
 
 

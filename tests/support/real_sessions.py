@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
@@ -20,6 +22,9 @@ from tests.support.running_router import running_router
 from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, qwen3
 from tests.support.under_way import under_way
 
+#: Numbers in a row of most weights.
+HIDDEN = 64
+
 
 @asynccontextmanager
 async def real_sessions(worker: RealWorker, **settings: Any) -> AsyncIterator[tuple[SessionTrial, RecordingProxy]]:
@@ -27,6 +32,20 @@ async def real_sessions(worker: RealWorker, **settings: Any) -> AsyncIterator[tu
     given = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": str(ensure().dense_model), **settings}
     async with RecordingProxy(worker.url) as proxy, running_router(proxy.url, **given) as router:
         yield SessionTrial(router, ()), proxy
+
+
+def rolled_model(directory: Path) -> Path:
+    """Make the model with each row of its weights in the place of the one before, in this directory."""
+    for file in ensure().dense_model.iterdir():
+        (directory / file.name).symlink_to(file)
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    weights.unlink()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    values = np.frombuffer(data, np.uint16, offset=begin)
+    values[:] = np.roll(values, HIDDEN)
+    weights.write_bytes(data)
+    return directory
 
 
 def write_script(script: Path, *texts: str) -> None:

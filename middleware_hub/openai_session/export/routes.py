@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from middleware_hub.auditing.teachers import TEACHER, TeacherRequest, Teachers
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import SessionStatus
 from middleware_hub.openai_session.episodes.reading import read_contract
@@ -26,13 +28,14 @@ from middleware_hub.openai_session.export.full_records import (
     line_metadata,
 )
 from middleware_hub.openai_session.export.records import classified, compact_answer, metadata_of, summary
-from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
+from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.rewards import read_rewards
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from miles_router.errors import BadRequest, StateError
 from miles_router.middlewares import Exchange, Pace, Scope, Watch
 from miles_router.middlewares.rows import RowMatch, TrajectoryRows
+from miles_router.trajectory import TeacherScores
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.rows import RowKind
 
@@ -62,12 +65,14 @@ class SessionRoutes:
         maker: SampleMaker,
         base_url: Callable[[Scope], str],
         stop: Callable[[Session, SessionStatus], None],
+        teachers: Teachers,
     ) -> None:
         self.store = store
         self.archive = archive
         self.maker = maker
         self._base_url = base_url
         self._stop = stop
+        self._teachers = teachers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         #: Forms that are tried in order for each request for samples, before the router's own form.
         self.forms: list[SampleForm] = []
@@ -158,9 +163,18 @@ class SessionRoutes:
         form = next((form for form in self.forms if form.is_requested(wanted, accept)), None)
         if form is not None:
             return await form.answer(request, session, wanted)
-        sample_request = SampleRequest.read(wanted)
-        body = await self.run_in_thread(request, self.maker.plan(session, sample_request).write)
+        sample_request = SampleRequest.read({name: wanted[name] for name in wanted if name != TEACHER})
+        plan = self.maker.plan(session, sample_request)
+        if wanted.get(TEACHER) is not None:
+            plan = replace(plan, teacher=await self._scores(request, plan, TeacherRequest.read(wanted[TEACHER])))
+        body = await self.run_in_thread(request, plan.write)
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
+
+    async def _scores(self, request: Request, plan: SamplePlan, wanted: TeacherRequest) -> list[TeacherScores]:
+        """Return a teacher's scores of planned samples. Raises as `Teachers.find` and `Teacher.score`."""
+        trajectories = await self.run_in_thread(request, plan.trajectories)
+        with Watch(request.receive):
+            return await (await self._teachers.find(wanted)).score(trajectories)
 
     async def _rewards(self, request: Request) -> Response:
         """Set rewards of turns, segments and spans; answer when they are durable."""

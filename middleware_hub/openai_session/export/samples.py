@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Classification, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares.rows import RowChannel
-from miles_router.trajectory import InvalidTrajectory, Sample, Trajectory
+from miles_router.trajectory import InvalidTrajectory, Sample, TeacherScores, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
@@ -204,6 +205,7 @@ class SamplePlan:
         freshness: the weight versions that the contract allows.
         when_read: called with the samples, each with its leaf.
         rewards: the rewards of each turn, by number.
+        teacher: the scores of the samples, if the request wants them.
     """
 
     maker: SampleMaker
@@ -216,6 +218,11 @@ class SamplePlan:
     freshness: Freshness
     when_read: Callable[[Iterable[tuple[Turn, Sample]]], None]
     rewards: Mapping[int, Sequence[RewardEntry]]
+    teacher: Sequence[TeacherScores] = ()
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the tokens of each sample."""
+        return [self._tokens(leaf.line(), elsewhere)[0] for leaf, elsewhere in self.leaves]
 
     def make(self) -> list[Sample]:
         """Return the samples.
@@ -223,7 +230,8 @@ class SamplePlan:
         Raises:
             UnusableSample: a sample would break an invariant; then none is returned.
         """
-        samples = [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
+        planned = zip_longest(self.leaves, self.teacher)
+        samples = [self._sample(leaf, elsewhere, scores) for (leaf, elsewhere), scores in planned]
         self.when_read([(leaf, sample) for (leaf, _), sample in zip(self.leaves, samples, strict=True)])
         return samples
 
@@ -235,11 +243,15 @@ class SamplePlan:
         """
         return WRITERS[self.request.format](self.make(), {**self.metadata, **self.facts}, self.request.carried)
 
-    def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
+    def _tokens(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int]) -> tuple[Trajectory, bool]:
+        """Return the tokens of a sample, and whether `max_seq_len` cut them."""
+        whole, longest = line_trajectory(line, elsewhere=elsewhere), self.request.max_seq_len
+        cut = longest is not None and len(whole) > longest
+        return whole[:longest] if cut else whole, cut
+
+    def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int], scores: TeacherScores | None) -> Sample:
         line, request = leaf.line(), self.request
-        whole = line_trajectory(line, elsewhere=elsewhere)
-        cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
-        trajectory = whole[: request.max_seq_len] if cut else whole
+        trajectory, cut = self._tokens(line, elsewhere)
         loss_mask = self.maker.apply_masks(line, trajectory, request.mask or ())
         prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
@@ -266,6 +278,7 @@ class SamplePlan:
                 metadata={**self.metadata, **request.metadata, **own, **missing},
                 sampling_mask=trajectory.sampling_mask,
                 per_token=per_token(request.per_token, turns, len(trajectory), self.rewards),
+                teacher=scores,
                 **rows,
                 **request.carried,
             )
