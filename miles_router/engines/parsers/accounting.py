@@ -25,33 +25,56 @@ REASONS = TEXT_LEFT_OVER, ARGUMENT_ALTERED, UNKNOWN_TOOL, INVALID_JSON, CALL_IN_
 )
 
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|[nrtbf])?|&(?:lt|gt|amp|quot|apos|#\d{1,7});")
-_WORD = re.compile(r"\d*\.?\d+(?:[eE][+-]?\d+)?|[^\W\d]\w*")
-_MARKUP = re.compile(
-    r"""<[/|｜]{0,2}[\w"][^<>\n]{0,200}> | <[^<>\s]{0,40}\Z | \[/?[A-Z][A-Z_]{2,30}\] | ◁/?think▷
-    | :\d+\s{0,8}(?=<\|tool_call_argument) | "(?:tool_call_)?id"\s{0,8}:\s{0,8}"[^"\n]{0,80}" | \[CALL_ID\]\w{0,80}""",
-    re.VERBOSE,
+_WORD = re.compile(r"[^\W\d]\w*|\d*\.?\d+(?:[eE][+-]?\d+)?")
+_SPACE, _NAME = r"\s{0,8}", r"([A-Za-z_][\w.\-]{0,127})"
+
+
+def _beginning(*patterns: tuple[str, str]) -> re.Pattern[str]:
+    """Return a pattern of alternatives, each given as its first character and the rest; the search for one of several
+    characters is fast."""
+    rests = "|".join(rf"(?<=[{first}])(?:{rest})" for first, rest in patterns)
+    return re.compile(rf"[{''.join(first for first, _ in patterns)}](?:{rests})")
+
+
+#: Texts around the parts of a message: tags, special tokens, and ids of calls.
+_MARKUP = _beginning(
+    ("<", r"\|open\|>[^<\n]{0,200}<\|sep\|>"),
+    ("<", r"\|close\|>[^<\n]{0,80}<\|sep\|>"),
+    ("<", r"\|message_\w{1,20}\|>[\w.\-]{0,128}(?=<\|content_)"),
+    ("<", r'[/|｜]{0,2}[\w"][^<>\n]{0,200}>'),
+    ("<", r"!\[CDATA\[|[^<>\s]{0,40}\Z"),
+    (r"\]", r"<\]\w{1,20}\[>\["),
+    (r"\[", r"CALL_ID\]\w{0,80}|/?[A-Z][A-Z_]{2,30}\]"),
+    ("◁", r"/?think▷"),
+    (":", rf"\d+{_SPACE}(?=<\|tool_call_argument)"),
+    ('"', rf'(?:tool_call_)?id"{_SPACE}:{_SPACE}"[^"\n]{{0,80}}"'),
 )
-#: The name of a function or a parameter in a tag.
-_NAMED = re.compile(r"""\b(?:function=|parameter=|name=)"?([^"<>\n]+)""")
-#: The beginning of a call with the name of its function, in the formats of all families.
-_HEAD = re.compile(
-    r"""(?:\A|[\n>\]},]|"function"\s{0,8}:)\s{0,8}\[?\s{0,8}\{\s{0,8}
-        (?:"(?:type|\w{0,20}id)"\s{0,8}:\s{0,8}"[^"\n]{0,80}"\s{0,8},\s{0,8})?"(?:tool_)?name"\s{0,8}:\s{0,8}"([^"\n]{1,128})"
-    | <[^<>\s]{0,20}(?:function=|(?:function|invoke|tool)\s{1,4}name=")([^"<>\n]{1,128})
-    | <tool_call>\s{0,8}([A-Za-z_][\w.\-]{0,127})\s{0,8}(?=<)
-    | <\|tool_call_begin\|>\s{0,8}(?:functions\.)?([\w.\-]{1,128}):\d
-    | <｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.\-]{1,128})
-    | <\|(?:channel|start)\|>[^<\n]{0,40}\bto=(?:functions\.)?([\w.\-]{1,128})
-    | \[TOOL_CALLS\]\s{0,8}([A-Za-z_][\w.\-]{0,127})\s{0,8}(?=[\[{])
-    | (?:\A|>)\s{0,8}\[\s{0,8}([A-Za-z_][\w.]{0,127})\(
-    | <\|tool_call>call:([\w.\-]{1,128})""",
-    re.VERBOSE,
+#: The name of a function or a parameter in markup.
+_NAMED = re.compile(r"""\b(?:function=|parameter=|name=|tool=|key=)"?([^"<>\n]+)""")
+_OBJECT = (
+    rf'{_SPACE}\[?{_SPACE}\{{{_SPACE}(?:"(?:type|\w{{0,20}}id)"{_SPACE}:{_SPACE}"[^"\n]{{0,80}}"{_SPACE},{_SPACE})?'
+    rf'"(?:tool_)?name"{_SPACE}:{_SPACE}"([^"\n]{{1,128}})"'
+)
+#: The beginning of a call with the name of its function, in the formats of all families. A text begins a line.
+_HEAD = _beginning(
+    (r"\n>\]},;", _OBJECT),
+    ('"', rf'function"{_SPACE}:{_OBJECT}'),
+    ("<", r'[^<>\s]{0,20}\s?(?:function=|(?:function|invoke|tool)\s{1,4}name=")([^"<>\n]{1,128})'),
+    ("<", rf"[^<>\s]{{0,12}}tool_call>{_SPACE}{_NAME}{_SPACE}(?=<)"),
+    ("<", rf"\|tool_call_begin\|>{_SPACE}(?:functions\.)?{_NAME}:\d"),
+    ("<", rf"｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{_NAME}"),
+    ("<", rf"\|(?:channel|start)\|>[^<\n]{{0,40}}\bto=(?:functions\.)?{_NAME}"),
+    ("<", rf"\|tool_call>call:{_NAME}"),
+    ("<", r'\|open\|>call tool="([^"\n]{1,128})'),
+    ("<", rf"\|tools_prefix\|>{_SPACE}\[{_SPACE}\{{{_SPACE}" r'"([^"\n]{1,128})'),
+    (r"\[", rf"TOOL_CALLS\]{_SPACE}{_NAME}{_SPACE}(?=[\[{{])"),
+    (r"\n>", rf"{_SPACE}\[{_SPACE}{_NAME}\("),
 )
 #: Words of call formats, which messages need not have.
 _VOCABULARY = frozenset(
     (
         *("name", "arguments", "parameters", "function", "functions", "type", "id", "tool_name", "call", "json"),
-        *("null", "assistant", "analysis", "commentary", "final", "to", "tool_call", "tool_calls", "action"),
+        *("null", "assistant", "analysis", "commentary", "final", "to", "tool_call", "tool_calls", "action", "args"),
     )
 )
 #: Literals that parsers write for other words: by a parameter's type, and of Python.
@@ -60,6 +83,9 @@ _COERCED = frozenset(("yes", "no", "on", "off", "nil", "none", "TRUE", "FALSE", 
 #: A parameter in a tag, in formats whose arguments are not JSON.
 _PARAMETER = re.compile(r"<[^<>\s]{0,20}(?:parameter|param|arg_key)\b")
 _VALUE = json.JSONDecoder()
+_LONGEST_JOINED = 100
+#: Texts of which every call has one, unless it begins with a bracket.
+_HINTS = ('name"', 'name="', "function=", "tool_call", "tool▁call", "TOOL_CALLS", " to=", 'tool="', "tools_prefix")
 #: What may end a call.
 _ENDS = ">}])"
 
@@ -101,7 +127,7 @@ def account(
         text = text[: text.rindex(stop)]
     shown = _Shown.of(message)
     found = _faults_of_calls(shown, tools, cut=cut)
-    if tools and any(name in tools for name, _ in _heads(_readable(shown))):
+    if _shows_call_as_text(text, shown, tools):
         found.add(CALL_IN_TEXT)
     if not _is_whole(*_unmatched(text, shown)) and not _is_whole([text], shown):
         found |= _explain(text, shown, tools, cut=cut)
@@ -113,11 +139,16 @@ def _text(holder: object, name: str) -> str:
     return found.strip() if isinstance(found, str) else ""
 
 
-def _readable(shown: _Shown) -> str:
-    """Return the text in which a call is one that was not taken as such. Reasoning may quote calls, unless it is the
-    whole answer."""
+def _shows_call_as_text(text: str, shown: _Shown, tools: Collection[str]) -> bool:
+    """Return whether a text of the message has a call that is not among the shown ones. Reasoning may quote calls,
+    unless it is the whole answer."""
     reasoning, content = shown.texts
-    return content or ("" if shown.names else reasoning)
+    named = {name for name, _ in _heads(content or ("" if shown.names else reasoning)) if name in tools}
+    return bool(named and named & _missing_calls(text, shown.names).keys())
+
+
+def _missing_calls(text: str, names: Iterable[str]) -> Counter[str]:
+    return Counter(name for name, _ in _heads(text)) - Counter(names)
 
 
 def _faults_of_calls(shown: _Shown, tools: Collection[str], *, cut: bool) -> set[str]:
@@ -138,8 +169,10 @@ def _is_object(arguments: str) -> bool:
 
 def _heads(text: str) -> Iterator[tuple[str, int]]:
     """Yield the name and the place of each call in a text."""
-    for match in _HEAD.finditer(text):
-        yield match[match.lastindex or 0].strip(), match.start()
+    if not any(hint in text for hint in _HINTS) and not text.lstrip().startswith("["):
+        return
+    for match in _HEAD.finditer("\n" + text):
+        yield match[match.lastindex or 0].strip(), max(0, match.start() - 1)
 
 
 # Words
@@ -167,49 +200,46 @@ def _is_whole(pieces: Sequence[str], shown: _Shown) -> bool:
 
 def _difference(pieces: Sequence[str], shown: _Shown) -> tuple[Counter[str], Counter[str]]:
     """Return the words that the message lacks, and the words of its arguments that the text does not have."""
-    left = Counter(word for piece in pieces for word in _required(piece)) - _count(_words_of(shown))
+    left = _required(pieces) - _count(_parts(shown))
     if not left and not any(shown.arguments):
         return left, Counter()
     written = _count(pieces)
     for joined in _count(shown.texts) - written:  # a parser joins the texts around a call
-        for begin in [word for word in left if joined.startswith(word)]:
-            if (end := joined.removeprefix(begin)) in left:
-                left -= Counter((begin, end))
+        for end in range(1, min(len(joined), _LONGEST_JOINED)):
+            if joined[:end] in left and joined[end:] in left:
+                left -= Counter((joined[:end], joined[end:]))
     altered = _count(shown.arguments) - written
     literals = altered.keys() & {*_LITERALS.values()}
-    for word in [*left] if literals else ():
-        if word in _COERCED:
-            del left[word]
     for word in literals:
         del altered[word]
+    for word in _COERCED if literals else ():
+        del left[word]
     return left, altered
 
 
-def _count(parts: Iterable[str]) -> Counter[str]:
-    return Counter(word for part in parts for word in _words(part))
-
-
-def _words_of(shown: _Shown) -> Iterator[str]:
+def _parts(shown: _Shown) -> Iterator[str]:
     yield from (*shown.texts, *shown.names, *shown.arguments)
 
 
-def _words(text: str) -> Iterator[str]:
-    for word in _WORD.findall(_unescaped(text)):
-        yield str(float(word)) if word[0] in ".0123456789" else _LITERALS.get(word, word)
+def _count(parts: Iterable[str]) -> Counter[str]:
+    """Count the words of texts, without the escapes of JSON and XML: the same for a value, escaped or not."""
+    text = " ".join(parts)
+    if "\\" in text or "&" in text:
+        text = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    count = Counter(_WORD.findall(text))
+    for word in [word for word in count if word[0] in ".0123456789" or word in _LITERALS]:
+        times = count.pop(word)
+        count[_LITERALS.get(word) or str(float(word))] += times
+    return count
 
 
-def _unescaped(text: str) -> str:
-    """Return a text without the escapes of JSON and XML, the same for a value that was escaped and one that was not."""
-    if "\\" not in text and "&" not in text:
-        return text
-    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
-    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _required(text: str) -> Iterator[str]:
-    """Yield the words of a text that its message must have."""
-    words = _words(_MARKUP.sub(_name_in_tag, text))
-    return (word for word in words if word not in _VOCABULARY)
+def _required(parts: Iterable[str]) -> Counter[str]:
+    """Count the words of texts that their message must have."""
+    count = _count([_MARKUP.sub(_name_in_tag, " ".join(parts))])
+    for word in _VOCABULARY & count.keys():
+        del count[word]
+    return count
 
 
 def _name_in_tag(tag: re.Match[str]) -> str:
@@ -222,10 +252,9 @@ def _name_in_tag(tag: re.Match[str]) -> str:
 
 def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> set[str]:
     """Return the reasons for a message that lacks words of its text, or has others in its arguments."""
-    taken = Counter(name for part in _words_of(shown) for name, _ in _heads(part)) + Counter(shown.names)
-    budget, found = _count(_words_of(shown)), set[str]()
-    heads = [*_heads(text)]
-    dropped = Counter(name for name, _ in heads) - taken
+    quoted = (name for part in _parts(shown) for name, _ in _heads(part))
+    dropped = _missing_calls(text, (*shown.names, *quoted))
+    budget, found, heads = _count(_parts(shown)), set[str](), [*_heads(text)]
     begins = [("", 0), *heads]
     if cut and not heads:
         begins.append(("", max((tag.start() for tag in _MARKUP.finditer(text)), default=0)))
@@ -249,11 +278,9 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
 
 def _left_of(part: str, budget: Counter[str]) -> bool:
     """Take the words of a part of the text out of those of the message; return whether the message has too few."""
-    left = False
-    for word in _required(part):
-        budget[word] -= 1
-        left = left or budget[word] < 0
-    return left
+    words = _required([part])
+    budget.subtract(words)
+    return any(budget[word] < 0 for word in words)
 
 
 def _reason_of_dropped(name: str, call: str, tools: Collection[str]) -> str:
