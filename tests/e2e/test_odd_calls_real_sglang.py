@@ -76,7 +76,7 @@ async def test_a_real_engine_s_open_call_comes_back_repaired(trial: SessionTrial
             await ask(trial, session, api, [user("When?"), *back, *api.results((call_id, "now"))])
             first, second = await trial.records(session)
             assert "shown_otherwise" in first
-            assert "invalid_json" in first["parsed"]
+            assert first["parsed"] == ["invalid_json"], text
             assert (second["parent"], second["edit"]) == (0, None), (api, text, arguments)
 
 

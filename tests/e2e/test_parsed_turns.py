@@ -42,6 +42,8 @@ async def test_each_turn_tells_whether_its_message_is_all_that_was_sampled(stage
                 (sample,) = await trial.samples(session)
                 assert record["parsed"] == account
                 assert [turn["parsed"] for turn in sample["metadata"]["turns"]] == [account]
+                episode = (await trial.ask("GET", f"/router/episodes/{session}")).json()
+                assert [turn["parsed"] for turn in episode["turns"]] == [account]
     times = 2 * len(TALKS)
     reasons = ("argument_altered", "unknown_tool", "text_left_over", "whole")
     assert trial.statistics()["parsed"] == {

@@ -55,11 +55,11 @@ def test_good_answers_are_whole_with_the_engine_s_parsers() -> None:
         {"text": each.text, "tools": GOOD_TOOLS, "calls": each.parser, "thinking": None, "force": False}
         for each in GOOD_ANSWERS
     ]
-    for case, read in zip(asked, by_engine(asked), strict=True):
+    for answer, read in zip(GOOD_ANSWERS, by_engine(asked), strict=True):
         calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in read["calls"]]
-        reasons = account(case["text"], {"content": read["content"], "tool_calls": calls}, tools_by_name(GOOD_TOOLS))
-        lost = ["text_left_over", "argument_altered"] if case["calls"] == "step3" else []
-        assert reasons == lost, (case["calls"], read)
+        reasons = account(answer.text, {"content": read["content"], "tool_calls": calls}, tools_by_name(GOOD_TOOLS))
+        lost = ["text_left_over", "argument_altered"] if answer.parser == "step3" else []
+        assert reasons == lost, (answer.parser, read)
 
 
 def test_every_family_reads_as_the_engine_does() -> None:

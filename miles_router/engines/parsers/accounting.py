@@ -21,7 +21,7 @@ REASONS = TEXT_LEFT_OVER, ARGUMENT_ALTERED, UNKNOWN_TOOL, INVALID_JSON, CALL_IN_
     "unknown_tool",  # a call, shown or not, of a tool that the request does not have
     "invalid_json",  # a call, shown or not, whose arguments are not a JSON object
     "call_in_text",  # a call of a known tool that was shown as text
-    "cut_short",  # the answer was cut inside a call, which is shown open or not at all
+    "cut_short",  # the message lacks the end of an answer that was cut, or has an open call
 )
 
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|[nrtbf])?|&(?:lt|gt|amp|quot|apos|#\d{1,7});")
@@ -181,7 +181,8 @@ def _heads(text: str) -> Iterator[tuple[str, int]]:
 def _unmatched(text: str, shown: _Shown) -> tuple[list[str], _Shown]:
     """Return what remains of a text and of a message when the message's parts are found in the text in their order, up
     to the first part that is not found."""
-    pieces, at, parts = [], 0, [*shown.texts, *shown.arguments]
+    parts, at = [*shown.texts, *shown.arguments], 0
+    pieces: list[str] = []
     for place, part in enumerate(parts):
         found = text.find(part, at)
         if found < 0:
