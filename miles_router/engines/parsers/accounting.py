@@ -102,7 +102,7 @@ class _Shown(NamedTuple):
         calls = message.get("tool_calls")
         functions = [each.get("function") for each in calls if isinstance(each, Mapping)] if calls else []
         return cls(
-            [_text(message, "reasoning_content"), _text(message, "content")],
+            [_text(message, "reasoning_content") or _text(message, "reasoning"), _text(message, "content")],
             [_text(each, "name") for each in functions],
             [_text(each, "arguments") for each in functions],
         )
@@ -255,7 +255,8 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
     """Return the reasons for a message that lacks words of its text, or has others in its arguments."""
     quoted = (name for part in _parts(shown) for name, _ in _heads(part))
     dropped = _missing_calls(text, (*shown.names, *quoted))
-    budget, found, heads = _count(_parts(shown)), set[str](), [*_heads(text)]
+    found, heads = set[str](), [*_heads(text)]
+    of_calls, of_texts = _count((*shown.names, *shown.arguments)), _count(shown.texts)
     begins = [("", 0), *heads]
     if cut and not heads:
         begins.append(("", max((tag.start() for tag in _MARKUP.finditer(text)), default=0)))
@@ -263,7 +264,8 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
         is_last = place == len(begins) - 1
         segment = text[begin:] if is_last else text[begin : begins[place + 1][1]]
         end = max(map(segment.rfind, _ENDS)) + 1 if name else 0
-        inside, behind = (_left_of(part, budget) for part in (segment[:end], segment[end:]))
+        inside = _left_of(segment[:end], of_calls, of_texts)
+        behind = _left_of(segment[end:], of_texts, *([] if heads else [of_calls]))
         if (inside or behind) and cut and is_last:
             found.add(CUT_SHORT)
             continue
@@ -277,11 +279,14 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
     return found or {ARGUMENT_ALTERED}
 
 
-def _left_of(part: str, budget: Counter[str]) -> bool:
+def _left_of(part: str, *budgets: Counter[str]) -> bool:
     """Take the words of a part of the text out of those of the message; return whether the message has too few."""
     words = _required([part])
-    budget.subtract(words)
-    return any(budget[word] < 0 for word in words)
+    for budget in budgets:
+        taken = words & budget
+        words -= taken
+        budget.subtract(taken)
+    return bool(words)
 
 
 def _reason_of_dropped(name: str, call: str, tools: Collection[str]) -> str:
