@@ -33,7 +33,7 @@ MAX_UNTRACED = 1000  # the most untraced requests that a session lists; the log 
 UNTRACED_BYTES = 1024  # the approximate size of each
 LENGTH = "length"  # the finish reason of an answer that reached its token limit
 MAX_MODEL = 256  # the most characters kept of a model's name
-TURN_BYTES = 2304  # the approximate size of a turn without its arrays and messages
+TURN_BYTES = 2496  # the approximate size of a turn without its arrays and messages
 
 
 class TurnRecorder:
