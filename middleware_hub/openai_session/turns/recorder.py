@@ -179,7 +179,7 @@ class TurnRecorder:
                 **choice.facts,
                 **({"cache_versions": []} if choice.facts.get("cached_tokens") == 0 else {}),
                 **asked.facts,
-                **parsed_facts(plan, choice, self.text_of, self.statistics),
+                **parsed_facts(plan, choice, self._text_of, self.statistics),
                 "matched": choice.matched,
                 "asked_at": asked.asked_at,
                 "answered_at": self._now(),
@@ -195,8 +195,12 @@ class TurnRecorder:
         Raises:
             UnusableAnswer: ids, logprobs and versions of the choice do not fit each other.
         """
+        _sampled_pieces(choice)
+        return self._text_of(choice)
+
+    def _text_of(self, choice: Choice) -> str:
         if choice.text is None:
-            ended = bool(_sampled_pieces(choice)) and self._is_special(choice.ids[-1])
+            ended = len(choice.ids) and self._is_special(choice.ids[-1])
             choice.text = self._decode(choice.ids[:-1] if ended else choice.ids, skip_special_tokens=False)
         return choice.text
 

@@ -127,7 +127,7 @@ def account(
         text = text[: text.rindex(stop)]
     shown = _Shown.of(message)
     found = _faults_of_calls(shown, tools, cut=cut)
-    if _shows_call_as_text(text, shown, tools):
+    if tools and _shows_call_as_text(text, shown, tools):
         found.add(CALL_IN_TEXT)
     if not _is_whole(*_unmatched(text, shown)) and not _is_whole([text], shown):
         found |= _explain(text, shown, tools, cut=cut)
@@ -195,6 +195,8 @@ def _unmatched(text: str, shown: _Shown) -> tuple[list[str], _Shown]:
 
 def _is_whole(pieces: Sequence[str], shown: _Shown) -> bool:
     """Return whether a message has the words of these pieces of its text, and its arguments no others."""
+    if not any(map(str.strip, pieces)) and not any(shown.arguments):
+        return True
     left, altered = _difference(pieces, shown)
     return not left and not altered
 
@@ -202,8 +204,6 @@ def _is_whole(pieces: Sequence[str], shown: _Shown) -> bool:
 def _difference(pieces: Sequence[str], shown: _Shown) -> tuple[Counter[str], Counter[str]]:
     """Return the words that the message lacks, and the words of its arguments that the text does not have."""
     left = _required(pieces) - _count(_parts(shown))
-    if not left and not any(shown.arguments):
-        return left, Counter()
     written = _count(pieces)
     for joined in _count(shown.texts) - written:  # a parser joins the texts around a call
         for end in range(1, min(len(joined), _LONGEST_JOINED)):
