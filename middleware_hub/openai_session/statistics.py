@@ -21,6 +21,7 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     turns = counter("Turns recorded.")
     refused = counter("Sessions and turns refused for lack of room, by the bound that was reached.", by="bound")
     unrecorded_history = counter("Recorded turns whose history contains answers that the session did not record.")
+    parsed = counter("Recorded turns that show all that was sampled (whole), and others by reason.", by="reason")
     untraced = counter("Requests not recorded.")
     invalid_answers = counter("Answers that contradict themselves and were refused, by worker.", by="worker")
     uncompared = counter("Samples too long to be compared with what the chat template writes.")

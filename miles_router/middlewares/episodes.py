@@ -117,6 +117,7 @@ class TurnRow:
     end: int
     spans: Sequence[Mapping[str, Any]]
     finish_reason: str | None
+    parsed: str | Sequence[str] | None = None
     cached_tokens: int | None = None
     worker: str | None = None
     rid: str | None = None

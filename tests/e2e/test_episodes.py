@@ -56,7 +56,7 @@ ROW = {
 TURN = {
     *("turn", "parent", "reason", "edit", "side_call", "choice", "prompt_tokens", "given_tokens", "dropped_tokens"),
     *("start", "end", "spans", "finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at"),
-    *("first_token_at", "answered_at", "waited_s", "rewards"),
+    *("first_token_at", "answered_at", "waited_s", "rewards", "parsed"),
 }
 
 

@@ -63,6 +63,7 @@ async def test_a_real_engine_s_calls_without_arguments_are_all_shown(trial: Sess
             assert json.loads(calls[0][2] or "{}") in ({}, {"zone": "UTC"}), text
             (record,) = await trial.records(session)
             assert "shown_otherwise" not in record
+            assert record["parsed"] == (["unknown_tool"] if UNKNOWN in text else "whole"), text
 
 
 async def test_a_real_engine_s_open_call_comes_back_repaired(trial: SessionTrial, say: Say) -> None:
@@ -75,6 +76,7 @@ async def test_a_real_engine_s_open_call_comes_back_repaired(trial: SessionTrial
             await ask(trial, session, api, [user("When?"), *back, *api.results((call_id, "now"))])
             first, second = await trial.records(session)
             assert "shown_otherwise" in first
+            assert first["parsed"] == ["invalid_json"], text
             assert (second["parent"], second["edit"]) == (0, None), (api, text, arguments)
 
 

@@ -11,8 +11,11 @@ import pytest
 
 from miles_router.engines.facts import Facts
 from miles_router.engines.parsers import Parsers, Unparsable
+from miles_router.engines.parsers.accounting import account
 from miles_router.engines.parsers.local import tools_by_name
 from tests.sglang.environment import ensure, package
+from tests.support.good_answers import GOOD_ANSWERS
+from tests.support.good_answers import TOOLS as GOOD_TOOLS
 from tests.support.tiers import size
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.written_turns import FAMILIES, TOOLS, cases
@@ -44,6 +47,19 @@ def here(case: Any) -> Any:
     split = thinking.split(case["text"], thinking=case["force"])
     content, found = calls.read(split.rest or "", tools_by_name(case["tools"]))
     return {"reasoning": split.reasoning, "content": content, "calls": [list(call) for call in found]}
+
+
+def test_good_answers_are_whole_with_the_engine_s_parsers() -> None:
+    """Step 3's parser drops an argument with a tag in it, and a call without arguments."""
+    asked = [
+        {"text": each.text, "tools": GOOD_TOOLS, "calls": each.parser, "thinking": None, "force": False}
+        for each in GOOD_ANSWERS
+    ]
+    for answer, read in zip(GOOD_ANSWERS, by_engine(asked), strict=True):
+        calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in read["calls"]]
+        reasons = account(answer.text, {"content": read["content"], "tool_calls": calls}, tools_by_name(GOOD_TOOLS))
+        lost = ["text_left_over", "argument_altered"] if answer.parser == "step3" else []
+        assert reasons == lost, (answer.parser, read)
 
 
 def test_every_family_reads_as_the_engine_does() -> None:

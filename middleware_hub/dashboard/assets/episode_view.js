@@ -18,7 +18,7 @@ const HIDDEN = "Texts, token ids and bytes are hidden: the router runs with --da
 const COLUMNS = [
   {title: "Turn", kind: "number-cell", cell: (turn) => String(turn.turn)},
   {title: "After", kind: "number-cell", cell: (turn) => (turn.parent === null ? "–" : String(turn.parent))},
-  {title: "Reason", kind: "wide-cell", cell: (turn) => (turn.reason ?? "") + (turn.side_call ? " (side call)" : "")},
+  {title: "Reason", kind: "wide-cell", cell: remarksOn},
   {title: "Prompt", kind: "number-cell", cell: (turn) => counted(turn.prompt_tokens)},
   {title: "Cached", kind: "number-cell spare", cell: (turn) => (turn.cached_tokens === null ? "?" : counted(turn.cached_tokens))},
   {title: "Sampled", kind: "number-cell", cell: (turn) => counted(turn.end - turn.start)},
@@ -30,6 +30,10 @@ const COLUMNS = [
   {title: "Finish", kind: "short", cell: (turn) => turn.finish_reason ?? ""},
   {title: "At", kind: "number-cell spare", cell: (turn) => (turn.answered_at === null ? "" : clock(turn.answered_at))},
 ];
+
+function remarksOn({reason, side_call: aside, parsed}) {
+  return [reason, aside && "(side call)", Array.isArray(parsed) && `(${parsed.join(", ")})`].filter(Boolean).join(" ");
+}
 
 function tookOf({asked_at: asked, answered_at: answered}) {
   return asked === null || answered === null ? "?" : duration(answered - asked);

@@ -217,6 +217,7 @@ def _turn_row(turn: Turn, found: Classification, rewards: Sequence[RewardEntry],
         finish_reason=turn.finish_reason,
         waited_s=facts.get("waited_s", 0.0),
         rewards=rewards,
+        parsed=facts.get("parsed"),
         **{name: facts.get(name) for name in names},
     )
 

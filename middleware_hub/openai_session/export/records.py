@@ -128,5 +128,5 @@ def turn_span(turn: Turn, found: Classification, end: int, rewards: Sequence[Rew
         "reason": found.reason,
         "edit": found.edit,
         "rewards": rewards,
-        **{name: turn.facts.get(name) for name in (*facts, "versions")},
+        **{name: turn.facts.get(name) for name in (*facts, "versions", "parsed")},
     }

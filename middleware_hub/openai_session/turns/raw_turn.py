@@ -22,6 +22,7 @@ from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.text_reader import LiveText, TextReader
 from miles_router.engines.openai.unfinished import with_unfinished
+from miles_router.engines.openai.unshown import NOT_IN_TEXT
 from miles_router.engines.parsers import Parsers, reasoning_marks
 from miles_router.errors import BadRequest
 from miles_router.trajectory.pieces import Tokens
@@ -238,7 +239,7 @@ class _RawChoice:
         deltas = self.live.new_deltas(self.text, at_once=True)  # even if the whole text parses otherwise
         message, rest, unread = self._turn.parse(self.text, {}, finish)
         if len(self.live.shown.message().get("tool_calls") or ()) > len(message.get("tool_calls") or ()):
-            return deltas, unread or "a call was shown that the whole text does not have"
+            return deltas, unread or NOT_IN_TEXT
         try:
             return [*deltas, *self.live.remaining_deltas(message, rest)], unread
         except UnreadableAnswer as error:

@@ -18,6 +18,7 @@ from middleware_hub.openai_session.sessions.prompting import tools_of
 from middleware_hub.openai_session.sessions.session import Session, reason_name
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.turns.parsed import parsed_facts
 from middleware_hub.openai_session.turns.plan import TurnPlan
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.client_json import nests_too_deep
@@ -32,7 +33,7 @@ MAX_UNTRACED = 1000  # the most untraced requests that a session lists; the log 
 UNTRACED_BYTES = 1024  # the approximate size of each
 LENGTH = "length"  # the finish reason of an answer that reached its token limit
 MAX_MODEL = 256  # the most characters kept of a model's name
-TURN_BYTES = 2304  # the approximate size of a turn without its arrays and messages
+TURN_BYTES = 2496  # the approximate size of a turn without its arrays and messages
 
 
 class TurnRecorder:
@@ -40,6 +41,7 @@ class TurnRecorder:
 
     Args:
         is_special: returns True for special tokens such as `<|im_end|>`.
+        decode: decodes token ids to text.
         now: returns Unix seconds.
         run: counts the recorded tokens for the run's statistics.
     """
@@ -48,6 +50,7 @@ class TurnRecorder:
         self,
         store: SessionStore,
         is_special: Callable[[int], bool],
+        decode: Callable[..., str],
         now: Callable[[], float],
         run: RunSeries | None = None,
     ) -> None:
@@ -55,6 +58,7 @@ class TurnRecorder:
         self.written_ids = store.written_ids
         self._store = store
         self._is_special = is_special
+        self._decode = decode
         self._now = now
         self._run = run or RunSeries(lambda: None)
 
@@ -175,6 +179,7 @@ class TurnRecorder:
                 **choice.facts,
                 **({"cache_versions": []} if choice.facts.get("cached_tokens") == 0 else {}),
                 **asked.facts,
+                **parsed_facts(plan, choice, self._text_of, self.statistics),
                 "matched": choice.matched,
                 "asked_at": asked.asked_at,
                 "answered_at": self._now(),
@@ -184,15 +189,20 @@ class TurnRecorder:
             },
         )
 
-    def ids_without_end(self, choice: Choice) -> Sequence[int]:
-        """Return the ids that a choice sampled, without a special token at the end.
+    def text_of(self, choice: Choice) -> str:
+        """Return the text that a choice sampled, with special tokens except one at the end.
 
         Raises:
             UnusableAnswer: ids, logprobs and versions of the choice do not fit each other.
         """
-        if not _sampled_pieces(choice):
-            return choice.ids
-        return choice.ids[:-1] if self._is_special(choice.ids[-1]) else choice.ids
+        _sampled_pieces(choice)
+        return self._text_of(choice)
+
+    def _text_of(self, choice: Choice) -> str:
+        if choice.text is None:
+            ended = len(choice.ids) and self._is_special(choice.ids[-1])
+            choice.text = self._decode(choice.ids[:-1] if ended else choice.ids, skip_special_tokens=False)
+        return choice.text
 
     def _ended_itself(self, choice: Choice, sampled: Sequence[Piece]) -> bool:
         """Return True if the last token is the model's own end of turn.

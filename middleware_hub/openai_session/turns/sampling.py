@@ -271,9 +271,7 @@ class StreamedTurn(TurnSampling):
         for choice in choices:
             cut = choice.finish not in OWN_ENDS
             try:
-                text = services.router.tokenizer.decode(
-                    services.recorder.ids_without_end(choice), skip_special_tokens=False
-                )
+                text = services.recorder.text_of(choice)
                 deltas = unshown_calls(choice.message, text, self.fields, services.parsers, facts, cut=cut)
             except UnreadableAnswer as error:
                 choice.facts[SHOWN_OTHERWISE] = str(error)

@@ -38,6 +38,7 @@ class Choice:
         prompt: the ids of the prompt, if the request asked for them.
         sampling_mask: for each id, the ids that could have been sampled; None if the engine did not tell.
         facts: further fields for the record of the turn; `rid` is the engine's name of the generation.
+        text: the text of the ids, once it is known.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Choice:
     prompt: Sequence[int] | None = None
     sampling_mask: Sequence[Sequence[int]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    text: str | None = None
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return the sampled tokens, one piece for each run of a weight version.

@@ -19,6 +19,8 @@ from miles_router.engines.parsers import PARSE_ERRORS, Parsers
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
 
+#: The reason of a message with a call that a local parser does not find in the text.
+NOT_IN_TEXT = "a call was shown that the whole text does not have"
 #: The JSON for a call without arguments.
 NO_ARGUMENTS = "{}"
 
@@ -50,7 +52,7 @@ def unshown_calls(
     if cut and len(begun) == len(read) + 1:
         begun = begun[:-1]
     if len(begun) > len(read):
-        raise UnreadableAnswer("tokens_taken_back", "a call was shown that the whole text does not have")
+        raise UnreadableAnswer("tokens_taken_back", NOT_IN_TEXT)
     return list(missing_call_deltas(begun, read))
 
 
