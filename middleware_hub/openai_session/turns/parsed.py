@@ -16,6 +16,8 @@ from miles_router.engines.openai.unshown import NOT_IN_TEXT
 from miles_router.engines.parsers.accounting import INVALID_JSON, WHOLE, account
 from miles_router.engines.parsers.local import tools_by_name
 
+#: The most characters that are accounted for, since that runs on the event loop: up to 0.1 s if a parser dropped all.
+MAX_TEXT = 1 << 16
 #: The fact of a turn with `WHOLE`, or with the list of reasons why the message is not all of the sampled text.
 PARSED = "parsed"
 
@@ -25,13 +27,16 @@ def parsed_facts(
 ) -> Mapping[str, Any]:
     """Return the fact `PARSED` of a choice, and count it.
 
-    Completions, which are not parsed, have none, and neither have ids that the tokenizer does not know.
+    Completions, which are not parsed, have none, and neither have ids that the tokenizer does not know, and texts of
+    more than `MAX_TEXT` characters.
     """
     if plan.request.path == paths.COMPLETIONS:
         return {}
     try:
         text = text_of(choice)
     except (OverflowError, LookupError, TypeError, ValueError):
+        return {}
+    if len(text) > MAX_TEXT:
         return {}
     tools = tools_by_name(tools_of(plan.grant.fields))
     reasons = account(text, choice.message, tools, cut=choice.finish not in OWN_ENDS, stop=choice.matched)
