@@ -75,6 +75,8 @@ class WorkerPool(WorkerTable):
         #: How many stalls of workers were detected.
         self.stalls = 0
         self._settling = False
+        #: Called after the fleet's weight version may have changed.
+        self.when_settled: Callable[[], None] = lambda: None
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
         #: Simulates choices of other processes among these units, before a choice for a request of no known session.
@@ -430,6 +432,7 @@ class WorkerPool(WorkerTable):
                 moved = self._readmit == "same-weights" and self._move_one_by_weights()
         finally:
             self._settling = False
+        self.when_settled()
 
     def _move_one_by_weights(self) -> bool:
         """Move one worker whose state does not match its weights to OUTDATED or READY. Return True if one moved."""
