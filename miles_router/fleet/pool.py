@@ -66,8 +66,7 @@ class WorkerPool(WorkerTable):
         #: Odd while a weight update is under way. A version that was read under another epoch must be discarded.
         self.weights_epoch = 0
         self._failure_threshold = failure_threshold
-        self._readmit = readmit
-        self._now = now
+        self._readmit, self._now = readmit, now
         #: Returns True if a worker has no requests in flight. With several processes it asks for theirs too.
         self.is_idle: Callable[[Worker], bool] = lambda worker: not worker.in_flight
         #: Set where another process decides: reports an observation `(what, worker, reason)` to that process.
@@ -75,8 +74,6 @@ class WorkerPool(WorkerTable):
         #: How many stalls of workers were detected.
         self.stalls = 0
         self._settling = False
-        #: Called after the fleet's weight version may have changed.
-        self.when_settled: Callable[[], None] = lambda: None
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
         #: Simulates choices of other processes among these units, before a choice for a request of no known session.

@@ -76,10 +76,9 @@ class Forwarder:
             NotAdmitted: the gate closed or the worker's weights changed before a byte was written, or (as
                 `PairInterrupted`) before a pair's answer began. Wait at the gate and call again.
             NoWorkerAvailable: no worker is routable.
-            UpstreamUnreachable: all tried workers were unreachable.
-            UpstreamError: a worker's reply is not HTTP.
+            UpstreamUnreachable, UpstreamError: all tried workers were unreachable, or a reply is not HTTP.
             UnsupportedByEngine: no routable worker's engine can serve the request; it was not sent.
-            WeightsChanged: the request belongs to an evaluation, and the worker has other weights; it was not sent.
+            WeightsChanged: the request is of an evaluation, and the worker has other weights; it was not sent.
             BadRequest: the request must be translated for the engine, and its body cannot be read.
         """
         unable: tuple[Worker, ...] = ()
@@ -96,8 +95,6 @@ class Forwarder:
                 routing.mark("worker_chosen", worker)
             try:
                 if routing is not None and routing.evaluation is not None and generates:
-                    if routing.evaluation.must_wait:
-                        raise NotAdmitted
                     routing.evaluation.check(worker.weight_version)
                 return await self._open_at(lease, request, routing)
             except CannotServe as refusal:
