@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import orjson
 
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, progress_of, version_runs
 from miles_router.errors import WeightsChanged
-from miles_router.middlewares import Event, Exchange, Router, Send, Tap, write_event
+from miles_router.middlewares import Event, Exchange, Kind, Receive, Router, Scope, Send, Tap, write_event
 from miles_router.middlewares.generation import Evaluation
 
 
@@ -24,12 +24,23 @@ class EvaluationTap(Tap):
         self._exchange = exchange
         self._evaluation = exchange.routing.evaluation = Evaluation(router.pool)
 
-    async def whole(self, body: bytes) -> bytes:
-        """Return the body unchanged.
+    async def call(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], scope: Scope, receive: Receive
+    ) -> None:
+        """Forward the request, and relay its reply.
 
         Raises:
-            WeightsChanged: the client gets the error instead.
+            WeightsChanged: a stream that has begun ends with an error event, and its connection is closed.
         """
+        try:
+            await super().call(app, scope, receive)
+        except WeightsChanged as error:
+            if self.kind is Kind.EVENTS:
+                await self.give(write_event(error.body(self._exchange.request_id)))
+            raise
+
+    async def whole(self, body: bytes) -> bytes:
+        """Return the body unchanged. Raises like `call`."""
         try:
             reply = orjson.loads(body)
         except orjson.JSONDecodeError:
@@ -38,18 +49,10 @@ class EvaluationTap(Tap):
         return body
 
     async def event(self, event: Event) -> bytes:
-        """Return the event unchanged.
-
-        Raises:
-            WeightsChanged: the client gets an error event instead, and its connection is closed.
-        """
+        """Return the event unchanged. Raises like `call`."""
         progress = progress_of(event.data)
         goes_on = progress is not None and progress.finish is None
-        try:
-            self._check(None if goes_on else event.parse())  # parsing each event of a long answer would be slow
-        except WeightsChanged as error:
-            await self.give(write_event(error.body(self._exchange.request_id)))
-            raise
+        self._check(None if goes_on else event.parse())  # parsing each event of a long answer would be slow
         return event.raw
 
     def _check(self, reply: object) -> None:

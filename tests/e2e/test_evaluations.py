@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_session_restarts import Restarts
 from tests.support.brake import Brake
@@ -300,23 +301,26 @@ async def test_a_text_of_an_evaluation_passes_unrecorded(stage: Stage) -> None:
         assert trial.statistics()["passed_through"]["evaluation"] == 2
 
 
-async def test_a_text_of_an_evaluation_never_has_tokens_of_two_versions(stage: Stage) -> None:
-    async with simulated_trial(stage, weight_version="1", token_latency_s=0.0002) as trial:
-        worker: Any = trial
-        brake = Brake(trial.worker.engine) if trial.worker is not None else None
-        assert brake is not None
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+async def test_a_text_of_an_evaluation_never_has_tokens_of_two_versions(stage: Stage, mode: str) -> None:
+    async with simulated_sessions(
+        stage, more=[MiddlewareSpec(CACHE)], settings={"partial_rollout": "resume"}, token_latency_s=0.0002
+    ) as trial:
+        brake = Brake(trial.worker.engine)
         for version, stream in enumerate(BOTH, 2):
             with case(stream):
-                async with under_way(whole_or_cut(evaluate(trial, stream=stream))) as asking:
-                    await until(lambda: trial.worker is not None and bool(trial.worker.engine.running), "it runs")
-                    brake.on = True
-                    for path, body in (
-                        ("/pause_generation", {"mode": "retract"}),
-                        ("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}),
-                        ("/continue_generation", {}),
-                    ):
-                        assert (await worker.post(path, body)).status == 200
-                    brake.on = False
-                    reply: Any = await asking
+                body = {"text": "Once", "sampling_params": LONG, "stream": stream}
+                async with under_way(whole_or_cut(trial.ask("POST", "/generate", body, TEXT[1:]))) as asking:
+                    await reached(trial, brake, 4)
+                    await pause(trial, mode)
+                    await go_on(trial, brake, str(version))
+                    reply = await soon(asking)
                 shows_conflict(reply, stream=stream)
-                assert "conflict" in reply.body.decode()
+                assert b'"conflict"' in reply.body
+        async with under_way(
+            trial.ask("POST", "/generate", {"text": "Once", "sampling_params": LONG}, TEXT[1:])
+        ) as one:
+            await reached(trial, brake, 4)
+            await pause(trial, mode)
+            await go_on(trial, brake)
+            assert len((await soon(one)).json()["output_ids"]) == 400, "the same weights go on"
