@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from miles_router.client import RouterClient
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_session_restarts import Restarts
@@ -257,6 +258,13 @@ async def test_what_an_evaluation_may_say_is_checked(trial: SessionTrial) -> Non
     session = await trial.create(contract={"budget": {"max_turns": 3}}, evaluation=WAITS)
     contract = (await trial.read(session))["metadata"]["contract"]
     assert contract == {"budget": {"max_turns": 3}, "evaluation": WAITS}
+
+
+async def test_the_client_makes_evaluations(trial: SessionTrial) -> None:
+    async with RouterClient(trial.router.url) as client:
+        session = await client.create_session(evaluation=WAITS)
+        assert await client.sessions() == []
+    assert (await trial.read(session.id))["metadata"]["evaluation"] is True
 
 
 # Restarts
