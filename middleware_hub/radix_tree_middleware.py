@@ -23,6 +23,7 @@ from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.audits import TextAuditor
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.dashboard.rollouts import KIND, TextRollouts
+from middleware_hub.radix_tree.evaluating import EvaluationTap
 from middleware_hub.radix_tree.holders import TextHolders
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
@@ -45,7 +46,7 @@ from miles_router.middlewares import (
     replay,
     with_body,
 )
-from miles_router.middlewares.generation import Heartbeat, HeartbeatForm
+from miles_router.middlewares.generation import Heartbeat, HeartbeatForm, asks_for_evaluation
 from miles_router.middlewares.rows import RowDeliveries, RowSource
 from miles_router.middlewares.state import BODY_SAYS, HasOwners
 from miles_router.trajectory import InvalidTrajectory
@@ -112,12 +113,17 @@ class RadixTreeMiddleware:
         await self._holders.require(scope, texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Replace a text prompt by ids, and record the answers. Pass every other path through."""
+        """Replace a text prompt by ids, and record the answers. Pass evaluations and every other path through."""
         if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in METHODS:
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
+        if asks_for_evaluation(scope["headers"]):
+            self.router.owners.prefer(scope)
+            self.cache.statistics.passed_through["evaluation"] += 1
+            await EvaluationTap(send, self.router, exchange).call(self.app, scope, replay(body, receive))
+            return
         try:
             request = read_request(exchange.loads(body))
             if self.router.owners.several and not self.router.owners.is_forwarded(scope):

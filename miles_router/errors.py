@@ -12,6 +12,7 @@
     │   ├── MethodNotAllowed        405 invalid_request
     │   ├── RequestTimeout          408 invalid_request
     │   ├── Conflict                409 conflict: the request does not fit the state of what it names
+    │   │   └── WeightsChanged      409 conflict: an evaluation is never sampled by weights of two versions
     │   └── BodyTooLarge            413 request_too_large
     ├── ClientDisconnected          no reply: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
@@ -134,6 +135,10 @@ class Conflict(BadRequest):
 
     status = 409
     type = "conflict"
+
+
+class WeightsChanged(Conflict):
+    """Other weights than those that began an evaluation would sample its request, or have sampled a part of it."""
 
 
 class PolicyFault(InternalError):

@@ -35,7 +35,6 @@ def one_run(runs: Sequence[Json]) -> Json:
     intervals.sort(key=lambda each: each["start"])
     versions = _sums((each for run in runs for each in run["versions"]), lambda each: each["weight_version"])
     versions.sort(key=lambda each: each["since"])
-    rewards = _sums((each for run in runs for each in run["rewards"]), lambda each: each["weight_version"])
     order = [each["weight_version"] for each in versions]  # a process may know rewards of newer weights alone
 
     def rank(each: Json) -> int:
@@ -44,14 +43,17 @@ def one_run(runs: Sequence[Json]) -> Json:
             return len(order)
         return order.index(version) if version in order else -1
 
-    rewards.sort(key=rank)
+    series = {name: [each for run in runs for each in run[name]] for name in ("rewards", "evaluations")}
+    rewards = {
+        name: sorted(_sums(found, lambda each: each["weight_version"]), key=rank) for name, found in series.items()
+    }
     gate = {
         "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), runs[0]["gate"]["closed"]),
         "held": sum(run["gate"]["held"] for run in runs),
     }
     forgotten = [each["start"] + runs[0]["interval_s"] for each in intervals[:-INTERVALS][-1:]]
     since = max([*(run["since"] for run in runs), *forgotten])
-    counted = {"intervals": intervals[-INTERVALS:], "versions": versions, "rewards": rewards}
+    counted = {"intervals": intervals[-INTERVALS:], "versions": versions, **rewards}
     return {**runs[0], "since": since, **counted, "gate": gate}
 
 

@@ -73,13 +73,13 @@ class RowKeeper:
         return BODY_SAYS if scope["path"] == f"/{self.fields.kind.name}" else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask the engine for rows, and take them out of the reply. Other requests pass unchanged."""
+        """Ask the engine for rows, and take them out of the reply. Other requests pass unchanged, as do evaluations."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
         delivery, native = RowDelivery.of(exchange, self.fields.kind), scope["path"] == GENERATE
-        if delivery is None and not native:
+        if (delivery is None and not native) or exchange.routing.evaluation is not None:
             await self.app(scope, receive, send)
             return
         body = await exchange.read(receive)

@@ -11,6 +11,7 @@ from miles_router.errors import RouterError
 
 if TYPE_CHECKING:
     from miles_router.asgi.headers import RawHeaders
+    from miles_router.fleet.evaluation import Evaluation
     from miles_router.fleet.workers import Worker
     from miles_router.partial_rollouts.moves.moved import Relocation
 
@@ -52,6 +53,7 @@ class Routing:
             "caches",
             "first_byte_at",
             "continued_cache",
+            "evaluation",
             "group",
             "inward",
             "marks",
@@ -85,6 +87,8 @@ class Routing:
         self.move: Relocation | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
+        #: The one weight version that may sample the request; None if it is not part of an evaluation.
+        self.evaluation: Evaluation | None = None
         #: The number of the prefix cache to use, because the request continues tokens that were sampled with it.
         self.continued_cache: int | None = None
         #: The prefix caches that its attempts were sampled with, in order.

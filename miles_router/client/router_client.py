@@ -226,14 +226,16 @@ class RouterClient(FleetControl):
         session_id: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         contract: Mapping[str, Any] | None = None,
+        evaluation: bool | Mapping[str, Any] | None = None,
     ) -> Session:
         """Create a session; the router makes an id unless one is given. `metadata` is stored with it; `contract` limits
-        what its agent may do (docs/agents.md).
+        what its agent may do (docs/agents.md). With `evaluation`, one weight version samples the whole episode, and it
+        is not for training.
 
         Raises:
             ErrorReply: the id is taken (409 `conflict`).
         """
-        fields = {"session_id": session_id, "metadata": metadata, "contract": contract}
+        fields = {"session_id": session_id, "metadata": metadata, "contract": contract, "evaluation": evaluation}
         body = {name: value for name, value in fields.items() if value is not None}
         answer = await self._transport.json(Request("POST", "/sessions", body))
         if not isinstance(answer, dict) or not isinstance(answer.get("session_id"), str):

@@ -76,6 +76,7 @@ class Fleet:
         self._reported_in: Snapshot | None = None  # the snapshot for which `_all_reported` was computed
         self._all_reported = False
         pool.listeners.append(self._handle_transition)
+        pool.when_settled = self.gate.update
 
     # Leases
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from miles_router.asgi.request_routing import Routing
 from miles_router.engines.known import COMPUTED, GENERATION
-from miles_router.errors import FleetPaused
+from miles_router.errors import FleetPaused, RouterError
 from miles_router.fleet.admission_queue import AdmissionQueue
 from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.fleet.placement.admission import Admission
@@ -159,21 +159,26 @@ class Gate:
         """Return True if a generation may be written to a worker now."""
         return not self.closed
 
+    def holds(self, request: Routing) -> bool:
+        """Return True if a request must wait: the gate is closed, or the request waits for a weight version."""
+        return self.closed or (request.evaluation is not None and request.evaluation.must_wait)
+
     async def wait(self, request: Routing, arrived_at: float | None = None) -> None:
-        """Wait until the gate is open, or until the request is aborted and released.
+        """Wait until the gate is open for the request, or until the request is aborted and released.
 
         Args:
             arrived_at: when its wait began, in the event loop's time; None for now.
 
         Raises:
             FleetPaused: too many requests wait already, or this one has waited for too long.
+            WeightsChanged: it has waited for too long for a weight version.
             Unavailable: this shard's right to send has expired.
         """
-        if not self.closed or request.aborted:
+        if not self.holds(request) or request.aborted:
             return
         arrived_at = asyncio.get_running_loop().time() if arrived_at is None else arrived_at
         with self.waiting(request, "gate"):
-            while self.closed and not request.aborted:
+            while self.holds(request) and not request.aborted:
                 await self._wait_once(request, arrived_at)
 
     @contextmanager
@@ -195,16 +200,21 @@ class Gate:
             self.lease.check()
         loop = asyncio.get_running_loop()
         if len(self._held) >= self._max_held:
-            raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
+            raise self._refusal(request, f"; {self._max_held} requests wait already (--gate-max-held)")
         left = arrived_at + self._timeout - loop.time() if self._timeout else None
         if left is not None and left <= 0:
-            raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
+            raise self._refusal(request, f", and this request has waited {self._timeout:g} s (--gate-timeout)")
         waiting: asyncio.Future[None] = loop.create_future()
         self._held[waiting] = request
         try:
             await asyncio.wait({waiting}, timeout=left)
         finally:
             self._held.pop(waiting, None)
+
+    def _refusal(self, request: Routing, why: str) -> RouterError:
+        if request.evaluation is not None and not self.closed:
+            return request.evaluation.refusal(why=why)
+        return FleetPaused(f"{self.reason()}{why}")
 
     def release(self, *requests: Routing) -> None:
         """Let aborted requests continue though the gate is closed or there is no room; they will not generate."""

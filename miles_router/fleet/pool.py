@@ -66,8 +66,7 @@ class WorkerPool(WorkerTable):
         #: Odd while a weight update is under way. A version that was read under another epoch must be discarded.
         self.weights_epoch = 0
         self._failure_threshold = failure_threshold
-        self._readmit = readmit
-        self._now = now
+        self._readmit, self._now = readmit, now
         #: Returns True if a worker has no requests in flight. With several processes it asks for theirs too.
         self.is_idle: Callable[[Worker], bool] = lambda worker: not worker.in_flight
         #: Set where another process decides: reports an observation `(what, worker, reason)` to that process.
@@ -430,6 +429,7 @@ class WorkerPool(WorkerTable):
                 moved = self._readmit == "same-weights" and self._move_one_by_weights()
         finally:
             self._settling = False
+        self.when_settled()
 
     def _move_one_by_weights(self) -> bool:
         """Move one worker whose state does not match its weights to OUTDATED or READY. Return True if one moved."""

@@ -23,6 +23,8 @@ class WorkerTable:
         self.leases_elsewhere = 0
         self.snapshot = Snapshot()
         self.listeners: list[Callable[[Transition], None]] = []
+        #: Called after the fleet's weight version may have changed.
+        self.when_settled: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))

@@ -76,9 +76,9 @@ class Forwarder:
             NotAdmitted: the gate closed or the worker's weights changed before a byte was written, or (as
                 `PairInterrupted`) before a pair's answer began. Wait at the gate and call again.
             NoWorkerAvailable: no worker is routable.
-            UpstreamUnreachable: all tried workers were unreachable.
-            UpstreamError: a worker's reply is not HTTP.
+            UpstreamUnreachable, UpstreamError: all tried workers were unreachable, or a reply is not HTTP.
             UnsupportedByEngine: no routable worker's engine can serve the request; it was not sent.
+            WeightsChanged: the request is of an evaluation, and the worker has other weights; it was not sent.
             BadRequest: the request must be translated for the engine, and its body cannot be read.
         """
         unable: tuple[Worker, ...] = ()
@@ -94,6 +94,8 @@ class Forwarder:
                 routing.worker_url, routing.rank = worker.url, lease.unit.rank
                 routing.mark("worker_chosen", worker)
             try:
+                if routing is not None and routing.evaluation is not None and generates:
+                    routing.evaluation.check(worker.weight_version)
                 return await self._open_at(lease, request, routing)
             except CannotServe as refusal:
                 lease.release(answered=False)
@@ -366,17 +368,17 @@ class Forwarder:
     def must_wait(self, request: Outgoing, routing: Routing) -> bool:
         """Return True if a generation must wait before it is sent.
 
-        The gate is closed, or the new session has no room, or an abort is in progress that could match its names.
+        The gate holds it, or the new session has no room, or an abort is in progress that could match its names.
         """
         return request.generates and bool(self._in_flight.pending_aborts or self._must_wait_at_gate(request, routing))
 
     def _must_wait_at_gate(self, request: Outgoing, routing: Routing) -> bool:
-        """Return True if the gate is closed or the new session has no room.
+        """Return True if the gate holds the request or the new session has no room.
 
         A request that continues sampled tokens begins no session.
         """
         gate = self._fleet.gate
-        if gate.closed:
+        if gate.holds(routing):
             return True
         begins = (
             self._fleet.pool.admission.begins_session(request.key)

@@ -11,7 +11,7 @@ from miles_router.asgi.exchange import Exchange, Message, Receive, Scope
 from miles_router.asgi.replies import OK, Collected, Kind, Tap, drop
 from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
+from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken, WeightsChanged
 from miles_router.generation.attempt import Attempt, ResumeServices
 from miles_router.generation.continuation import continuation
 from miles_router.generation.generation import CannotResume, ResumableGeneration
@@ -135,6 +135,7 @@ class ContinuedRequest:
         Raises:
             UpstreamBroken: a worker was lost, and its generation must not look complete.
             ClientDisconnected: the client has disconnected.
+            WeightsChanged: the fleet has other weights than those that began an evaluation.
         """
         with ExitStack() as stack:
             works = []
@@ -144,6 +145,7 @@ class ContinuedRequest:
                 exchange.routing.aborted = self.exchange.routing.aborted
                 exchange.routing.group = self.exchange.routing.group
                 exchange.routing.worker_url = self.exchange.routing.worker_url
+                exchange.routing.evaluation = self.exchange.routing.evaluation
                 exchange.routing.caches = self.exchange.routing.caches  # shared by all attempts
                 exchange.routing.marks = self.exchange.routing.marks
                 exchange.routing.worker_headers = self.exchange.routing.worker_headers
@@ -175,7 +177,7 @@ class ContinuedRequest:
                     lost = 0 if generation.tokens else lost + 1
                     if not services.resume_lost or lost >= services.router.config.max_retries:
                         raise
-            except ClientDisconnected:
+            except (ClientDisconnected, WeightsChanged):
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
                 if await self.should_retry(generation, exchange, error):

@@ -31,6 +31,7 @@ class RunCounts:
     start: float
     weight_version: str | None
     sampled: Counter[str] = field(default_factory=Counter)
+    evaluated: Counter[str] = field(default_factory=Counter)
     given: int = 0
     reused: int = 0
     prompt: int = 0
@@ -49,7 +50,8 @@ class RunCounts:
     def total(self) -> dict[str, Any]:
         """Return the counts as `GET /router/run` shows the totals of a weight version."""
         shown = {name: value for name, value in self.interval().items() if name not in ("start", "staleness")}
-        return {**shown, "since": self.start, "sampled": self.sampled.total(), "trained": self.trained.total()}
+        sums = {"sampled": self.sampled.total(), "evaluated": self.evaluated.total(), "trained": self.trained.total()}
+        return {**shown, "since": self.start, **sums}
 
 
 @dataclass
@@ -75,6 +77,7 @@ class RunSeries:
         self._intervals: deque[RunCounts] = deque(maxlen=INTERVALS)
         self._totals: OrderedDict[str | None, RunCounts] = OrderedDict()
         self._rewards: OrderedDict[str | None, Rewards] = OrderedDict()
+        self._evaluations: OrderedDict[str | None, Rewards] = OrderedDict()
         #: The time since which all intervals are kept.
         self._since = now() // INTERVAL * INTERVAL
 
@@ -103,6 +106,13 @@ class RunSeries:
                 if reason is not None:
                     _add(counts.forks, reason, 1)
 
+    def evaluate(self, sampled: ByVersion) -> None:
+        """Count the sampled tokens of a recorded turn of an evaluation. They count nowhere else."""
+        with self._lock:
+            for counts in self._current():
+                for version, tokens in sampled.items():
+                    _add(counts.evaluated, UNKNOWN if version is None else version, tokens)
+
     def train(self, trained: ByVersion) -> None:
         """Count the tokens in the loss of samples that are read for the first time."""
         with self._lock:
@@ -112,19 +122,21 @@ class RunSeries:
                     _add(counts.trained, UNKNOWN if version is None else version, tokens)
                     _add(counts.staleness, _lag(version, fleet), tokens)
 
-    def reward(self, version: str | None, reward: object) -> None:
-        """Count the reward of a sample whose last token was sampled by this weight version (None: unknown).
+    def reward(self, version: str | None, reward: object, *, evaluation: bool = False) -> None:
+        """Count the reward of a sample whose last token was sampled by this weight version (None: unknown). Those of
+        evaluations are a series of their own.
 
         Rewards that are not numbers between -`LARGEST_REWARD` and `LARGEST_REWARD` are ignored.
         """
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not abs(reward) <= LARGEST_REWARD:
             return
         with self._lock:
-            if version not in self._rewards:
-                self._rewards[version] = Rewards()
-                if len(self._rewards) > VERSIONS:
-                    self._rewards.popitem(last=False)
-            rewards = self._rewards[version]
+            series = self._evaluations if evaluation else self._rewards
+            if version not in series:
+                series[version] = Rewards()
+                if len(series) > VERSIONS:
+                    series.popitem(last=False)
+            rewards = series[version]
             rewards.count += 1
             rewards.sum += reward
 
@@ -145,7 +157,8 @@ class RunSeries:
                 "weight_version": self._version(),
                 "intervals": [each.interval() for each in self._intervals],
                 "versions": [each.total() for each in self._totals.values()],
-                "rewards": [{"weight_version": version, **vars(each)} for version, each in self._rewards.items()],
+                "rewards": _listed(self._rewards),
+                "evaluations": _listed(self._evaluations),
             }
 
     def _current(self) -> tuple[RunCounts, RunCounts]:
@@ -171,6 +184,10 @@ class RunSeries:
             if len(self._totals) > VERSIONS:
                 self._totals.popitem(last=False)
         return self._totals[version]
+
+
+def _listed(rewards: Mapping[str | None, Rewards]) -> list[dict[str, Any]]:
+    return [{"weight_version": version, **vars(each)} for version, each in rewards.items()]
 
 
 def _add(counts: Counter[str], name: str, number: int) -> None:

@@ -7,6 +7,7 @@ The classes report progress to clients and the log, and resume a turn that a pau
 from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.replies import UnreadCounter
 from miles_router.asgi.request_routing import Mark
+from miles_router.fleet.evaluation import Evaluation, asks_for_evaluation
 from miles_router.generation.attempt import Attempt, ResumeServices
 from miles_router.generation.chat import ChatGeneration
 from miles_router.generation.continued_request import ContinuedRequest, FollowingStream
@@ -22,6 +23,7 @@ __all__ = [
     "ChatGeneration",
     "ContinuedRequest",
     "EngineQuestions",
+    "Evaluation",
     "FollowingStream",
     "Heartbeat",
     "HeartbeatForm",
@@ -31,5 +33,6 @@ __all__ = [
     "ResumeServices",
     "Seam",
     "UnreadCounter",
+    "asks_for_evaluation",
     "flag_worker",
 ]

@@ -15,7 +15,8 @@ from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
-COUNTED = {"sampled", "given", "reused", "prompt", "cached", "trained", "turns", "forks", "waited_s", "waits"}
+SUMS = {"sampled", "evaluated", "given", "reused", "prompt", "cached", "trained", "turns"}
+COUNTED = SUMS | {"forks", "waited_s", "waits"}
 INTERVAL = COUNTED | {"start", "weight_version", "staleness"}
 VERSION = COUNTED | {"weight_version", "since"}
 

@@ -3,6 +3,7 @@ its context still holds, and refused, before the engine is asked."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import orjson
 import pytest
 
 from tests.sglang_worker import RealWorker
+from tests.support.cuts import continue_, pause
 from tests.support.http import RawReply, ask, whole_or_cut
 from tests.support.real_sessions import real_sessions
 from tests.support.recording_proxy import RecordingProxy
@@ -164,3 +166,26 @@ async def test_under_a_budget_the_engine_s_own_window_is_no_obstacle(scene: Scen
     refused = await api.ask(scene.trial, session, 1, "word " * WINDOW)
     assert api.refusal(refused)[0] == "context_length_exceeded"
     assert scene.asked == 1
+
+
+async def test_an_evaluation_has_one_version_however_its_weights_change(scene: Scene) -> None:
+    trial = scene.trial
+    try:
+        for version, (mode, stream) in enumerate(itertools.product(("abort", "retract"), (False, True)), 1):
+            session = await trial.create(evaluation=True)
+            most = LONGEST if mode == "abort" else 2000
+            asked = whole_or_cut(Api(CHAT).ask(trial, session, most, stream=stream, **ENDLESS))
+            async with under_way(asked) as turn:
+                await scene.becomes(1)
+                await pause(trial, mode)
+                await continue_(trial, str(version))
+                reply = await turn
+            assert (reply.status == 409) or (stream and b"evaluation" in reply.body), (mode, stream, reply.body[-300:])
+            assert b'"finish_reason":"abort"' not in reply.body
+            assert await trial.records(session) == []
+            assert (await Api(CHAT).ask(trial, session, 4)).status == 200, "it begins again"
+            (sample,) = await trial.samples(session)
+            assert [run["version"] for run in sample["weight_versions"]] == [str(version)]
+    finally:
+        await pause(trial, "abort")
+        await continue_(trial, "default")

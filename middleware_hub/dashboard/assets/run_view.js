@@ -9,6 +9,7 @@ import {ago, duration, percent} from "./words.js";
 
 const SPANS = [[600, "10 minutes"], [3600, "hour"], [21600, "6 hours"], [86400, "day"]];
 const RATE_S = 60;
+const REWARDS = "Mean reward by weight version", EVALUATIONS = "Mean reward of evaluations by weight version";
 const TITLES = [
   "Version", "Since", "Sampled", "Trained", "Share", "New prompt", "Reused prompt", "Cached", "Turns", "Forks",
   "Waited",
@@ -38,15 +39,15 @@ function barList(id, label, titles, counts, order) {
 }
 
 /** Return a table of the mean reward of each weight version, newest first. */
-function rewardTable(rewards) {
-  if (!rewards.length) return element("p", {class: "soft", id: "rewards"}, "No sample with a reward was read.");
+function rewardTable(rewards, id, label) {
+  if (!rewards.length) return element("p", {class: "soft", id}, "No sample with a reward was read.");
   const means = rewards.map(({sum, count}) => sum / count), most = Math.max(0, ...means);
   const rows = rewards.map(({weight_version: version, count}, at) => [
     version ?? "unknown",
     bar(Math.max(0, means[at]), most, means[at].toFixed(3)),
     counted(count),
   ]);
-  return table("Mean reward by weight version", ["Version", "Mean reward", "Samples"], rows.reverse(), {id: "rewards"});
+  return table(label, ["Version", "Mean reward", "Samples"], rows.reverse(), {id});
 }
 
 function inWords(rate) {
@@ -68,6 +69,7 @@ export class RunView {
     this._forks = element("div");
     this._versions = element("div");
     this._rewards = element("div");
+    this._evaluations = element("div");
     const choice = element("select", {id: "span"}, ...SPANS.map(([value, title]) => element("option", {value}, title)));
     choice.addEventListener("change", () => {
       this._span = Number(choice.value);
@@ -94,7 +96,8 @@ export class RunView {
       element("div", {class: "split"},
         section("Staleness of trained tokens, in versions", this._staleness), section("Forks by reason", this._forks)),
       section("By weight version", this._versions),
-      section("Mean reward by weight version", this._rewards),
+      section(REWARDS, this._rewards),
+      section(EVALUATIONS, this._evaluations),
     );
   }
 
@@ -104,7 +107,8 @@ export class RunView {
     const {versions} = this._run, most = Math.max(0, ...versions.map(({sampled}) => sampled));
     const newest = [...versions].reverse();
     refill(this._versions, table("By weight version", TITLES, newest.map((each) => rowOf(each, most)), {id: "versions"}));
-    refill(this._rewards, rewardTable(this._run.rewards));
+    refill(this._rewards, rewardTable(this._run.rewards, "rewards", REWARDS));
+    refill(this._evaluations, rewardTable(this._run.evaluations, "evaluations", EVALUATIONS));
     refill(this._forks, barList("forks", "Forks by reason", ["Reason", "Turns"], added(versions, "forks"), mostFirst));
     this._draw();
   }

@@ -181,6 +181,8 @@ class SessionView:
 
     def _trained(self, tally: Tally) -> int | None:
         """Return the number of tokens in the loss, cached until there are more turns; None if it cannot be computed."""
+        if self._session.is_evaluation:
+            return 0
         trained, turns = tally.trained
         if turns != len(self._session.turns):
             try:

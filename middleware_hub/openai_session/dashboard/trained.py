@@ -13,14 +13,16 @@ from miles_router.trajectory import Sample
 
 def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, Sample]]) -> None:
     """Count the samples that a trainer reads from a session; each sample belongs to a leaf. A turn is counted the first
-    time that it has tokens in a loss, and the session's reward the first time that a sample has one."""
+    time that it has tokens in a loss, and the session's reward the first time that a sample has one. Of an evaluation
+    only the reward counts, in a series of its own."""
     trained: Counter[str | None] = Counter()
     for leaf, sample in samples:
         if sample.reward is not None and not session.rewarded:
             session.rewarded = True
-            run.reward(leaf.sampled[-1].version if leaf.sampled else None, sample.reward)
+            version = leaf.sampled[-1].version if leaf.sampled else None
+            run.reward(version, sample.reward, evaluation=session.is_evaluation)
         for turn, span in zip(leaf.line(), sample.metadata["turns"], strict=False):
-            if turn.number in session.read_turns:
+            if turn.number in session.read_turns or session.is_evaluation:
                 continue
             own = _in_the_loss(turn, sample, span["end"])
             if own.total():

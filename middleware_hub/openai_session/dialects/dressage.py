@@ -33,8 +33,9 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import is_session_name
 from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from miles_router.engines import paths
-from miles_router.errors import BadRequest, BodyTooLarge, RouterError, UpstreamError
+from miles_router.errors import BadRequest, BodyTooLarge, Conflict, RouterError, UpstreamError
 from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first_header
+from miles_router.middlewares.generation import asks_for_evaluation
 from miles_router.middlewares.state import BODY_SAYS
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.sample import CARRIED
@@ -110,7 +111,11 @@ class DressageDialect:
     async def _turn(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         given = first_header(scope["headers"], INSTANCE)
         instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
-        session = self._sessions.store.get_or_create(name, self._contract)
+        evaluates = asks_for_evaluation(scope["headers"])
+        contract = read_contract({**self._contract.given, "evaluation": True}) if evaluates else self._contract
+        session = self._sessions.store.get_or_create(name, contract)
+        if evaluates and not session.is_evaluation:
+            raise Conflict(f"session {name!r} began without X-Evaluation, and is not an evaluation")
         if instance is not None:
             session.metadata.setdefault("instance_id", instance)
         try:
@@ -151,7 +156,7 @@ class DressageDialect:
         current = self._router.pool.weight_version
         if not self._one_weight_version or current is None:
             return
-        before = {piece.version for turn in session.turns for piece in turn.sampled if piece.version is not None}
+        before = session.weight_versions
         if not before or current in before:
             return
         error = UpstreamError(f"weights {current} cannot continue answers of {', '.join(sorted(before))}")
@@ -228,6 +233,8 @@ class DressageDialect:
             name = self._owned_session(request, parsed)
             await self._sessions.archive.load(name)
             session = self._sessions.store.get(name)
+            if session.is_evaluation:
+                raise BadRequest(f"session {name!r} is an evaluation, not a trajectory: read it at /sessions/{name}")
             sessions, mode = [session] if session.ending.status is SessionStatus.FINALIZED else [], "trajectory"
         elif self._sessions.store.owners.several:
             raise BadRequest("this router has several processes: set session_id to read one trajectory")
@@ -265,7 +272,7 @@ class DressageDialect:
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
         groups: dict[Name, list[Session]] = {}
-        for session in self._sessions.store:
+        for session in self._of_training():
             group = _group(session)
             if drain and session.id in self._draining:
                 continue
@@ -289,16 +296,20 @@ class DressageDialect:
         return as_response({**summed, "groups": len(groups), **named})
 
     def _groups(self) -> set[Name]:
-        return {_group(session) for session in self._sessions.store if session.ending.status is SessionStatus.FINALIZED}
+        return {_group(each) for each in self._of_training() if each.ending.status is SessionStatus.FINALIZED}
+
+    def _of_training(self) -> list[Session]:
+        """Return all sessions but evaluations."""
+        return [session for session in self._sessions.store if not session.is_evaluation]
 
     def _counts(self) -> dict[str, Any]:
-        store = self._sessions.store
-        finalized = sum(session.ending.status is SessionStatus.FINALIZED for session in store)
+        sessions = self._of_training()
+        finalized = sum(session.ending.status is SessionStatus.FINALIZED for session in sessions)
         return {
             "trajectories": finalized,
             "groups": len(self._groups()),
-            "active_sessions": len(store) - finalized,
-            "bytes": store.nbytes,
+            "active_sessions": len(sessions) - finalized,
+            "bytes": self._sessions.store.nbytes,
         }
 
     async def _pause(self, request: Request) -> Response:

@@ -10,6 +10,7 @@ weights, and sets a deadline:
     media      refuse, or replace: images and similar parts
     key        an API key of the session's own
     group      the sessions that are aborted together
+    evaluation one weight version samples the whole episode, which is not for training
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 #: For a fixed setting, other settings of a request with the same effect; they are removed.
 SAME_EFFECT = {"stop": ("stop_token_ids", "stop_regex")}
-REFUSE, MARK, REPLACE = "refuse", "mark", "replace"
+REFUSE, MARK, REPLACE, WAIT = "refuse", "mark", "replace", "wait"
 Group = str | int
 
 
@@ -77,7 +78,8 @@ class Freshness:
 
 @dataclass(frozen=True)
 class Contract:
-    """One contract. `given` is the JSON that the client sent, for display."""
+    """One contract. `given` is the JSON that the client sent, for display. `evaluation`: what happens to turns of an
+    evaluation while the fleet has other weights, `REFUSE` or `WAIT`; None for an episode that is no evaluation."""
 
     budget: Budget = field(default_factory=Budget)
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +88,7 @@ class Contract:
     media: str | None = None
     key: bool = False
     group: Group | None = None
+    evaluation: str | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
 
     def apply_fixed(self, request: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:

@@ -12,6 +12,7 @@ from middleware_hub.openai_session.episodes.contract import (
     NO_CONTRACT,
     REFUSE,
     REPLACE,
+    WAIT,
     Budget,
     Contract,
     Freshness,
@@ -87,6 +88,7 @@ FRESHNESS: Fields = {
     "oldest_version": (_version, "a whole number, or one in a string"),
     "otherwise": (lambda value: value in (REFUSE, MARK), f"{REFUSE!r} or {MARK!r}"),
 }
+EVALUATION: Fields = {"otherwise": (lambda value: value in (REFUSE, WAIT), f"{REFUSE!r} or {WAIT!r}")}
 PARTS = tuple(each.name for each in fields(Contract) if each.name != "given")
 
 
@@ -116,7 +118,23 @@ def read_contract(given: object) -> Contract:
     group = parts.get("group")
     if group is not None and not _is_group(group):
         raise BadRequest(f"contract.group must be a whole number, or a string of 1 to {MAX_NAME} characters")
-    return Contract(Budget(**budget), sampling, Model(**model), Freshness(**freshness), media, key, group, dict(parts))
+    evaluation = _read_evaluation(parts.get("evaluation"))
+    about = (media, key, group, evaluation)
+    return Contract(Budget(**budget), sampling, Model(**model), Freshness(**freshness), *about, dict(parts))
+
+
+def with_evaluation(contract: object, evaluation: object) -> object:
+    """Return the JSON of a contract with the field `evaluation` from outside of it; None for none of both."""
+    if evaluation is None or not isinstance(contract, (Mapping, type(None))):
+        return contract
+    return {**(contract or {}), "evaluation": evaluation}
+
+
+def _read_evaluation(given: object) -> str | None:
+    if given is None or isinstance(given, bool):
+        return REFUSE if given else None
+    otherwise: str = _read("contract.evaluation", given, EVALUATION).get("otherwise", REFUSE)
+    return otherwise
 
 
 def _is_group(value: object) -> bool:

@@ -52,6 +52,7 @@ def summary(session: Session) -> dict[str, Any]:
     """Return the session's line in `GET /sessions`."""
     return {
         "session_id": session.id,
+        "evaluation": session.is_evaluation,
         "turns": len(session.turns),
         "tokens": sum(len(turn.given) + sum(map(len, turn.sampled)) for turn in session.turns),
         "bytes": session.nbytes,

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from middleware_hub.auditing.teachers import TEACHER, TeacherRequest, Teachers
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from middleware_hub.openai_session.episodes.reading import read_contract
+from middleware_hub.openai_session.episodes.reading import read_contract, with_evaluation
 from middleware_hub.openai_session.errors import SessionLost
 from middleware_hub.openai_session.export.full_records import (
     COMPACT,
@@ -95,7 +95,7 @@ class SessionRoutes:
             raise BadRequest("session_id must be a string")
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
-        contract = read_contract(parsed.get("contract"))
+        contract = read_contract(with_evaluation(parsed.get("contract"), parsed.get("evaluation")))
         address = self._base_url(request.scope)
         if session_id is not None:
             self.store.owners.require(request.scope, session_id)
@@ -114,13 +114,19 @@ class SessionRoutes:
         return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url, **own})
 
     async def _list(self, request: Request) -> Response:
+        """List the sessions for training; with `evaluation=true`, the evaluations instead."""
+        wanted = request.query_params.get("evaluation", "false")
+        if wanted not in ("true", "false"):
+            raise BadRequest("evaluation must be true or false")
         self.store.expire()
         parts: list[tuple[bytes, ...]] = []
         pace = Pace()
         for session in self.store:
-            parts.append((orjson.dumps(summary(session)),))
+            if session.is_evaluation == (wanted == "true"):
+                parts.append((orjson.dumps(summary(session)),))
             await pace.step()
-        parts += [(orjson.dumps(each),) for each in await self.archive.summaries()]
+        stored = [each for each in await self.archive.summaries() if each["evaluation"] == (wanted == "true")]
+        parts += [(orjson.dumps(each),) for each in stored]
         for answer in await self.store.owners.answers(request.scope):
             parts += [(orjson.dumps(each),) for each in answer["sessions"]]
             await pace.step()

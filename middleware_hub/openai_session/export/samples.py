@@ -39,7 +39,7 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, F
 #: The metadata keys that contain why a sample has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
 #: Metadata keys about the session's episode; absent if there is nothing to report.
-EPISODE = ("contract", "end_reason", "stale")
+EPISODE = ("contract", "end_reason", "stale", "evaluation")
 #: All metadata keys that the router writes.
 FACTS = (
     *("session_id", "leaf", "build", "mask", "reason", "side_call", "turns", "untrained_turns", "untraced"),
@@ -259,7 +259,8 @@ class SamplePlan:
             raise UnusableSample(
                 "has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens{limit}"
             )
-        rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
+        channels = () if "evaluation" in self.facts else self.maker.channels.values()
+        rows, missing = _rows(leaf, len(trajectory), channels)
         spans = zip(line, line_ends(line), strict=True)
         turns = [(turn, min(end, len(trajectory))) for turn, end in spans if turn.prompt_tokens < len(trajectory)]
         own = self._facts(line, elsewhere, turns)

@@ -169,9 +169,24 @@ class Session:
         group = self.episode.group(self.metadata)
         return None if group is None else str(group)
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether the session is an evaluation, which is not for training."""
+        return self.episode.contract.evaluation is not None
+
+    @property
+    def weight_versions(self) -> Collection[str]:
+        """The weight versions that sampled recorded turns, in the order in which they appeared."""
+        return self.tally.updated(self.history).versions
+
     def about(self) -> dict[str, Any]:
-        """Return the contract and the end reason, without null values, for records and samples."""
-        values = {"contract": self.episode.given or None, "end_reason": self.ending.reason}
+        """Return the contract, the end reason and whether it is an evaluation, without null values, for records and
+        samples."""
+        values = {
+            "contract": self.episode.given or None,
+            "end_reason": self.ending.reason,
+            "evaluation": self.is_evaluation or None,
+        }
         return {name: value for name, value in values.items() if value is not None}
 
     def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:

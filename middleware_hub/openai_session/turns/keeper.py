@@ -20,6 +20,7 @@ from middleware_hub.openai_session.sessions.replies import RepeatKey
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.turns.evaluating import evaluation_of
 from middleware_hub.openai_session.turns.plan import TurnGrant
 from miles_router.engines.generate import RID
 from miles_router.engines.names import is_generated
@@ -214,7 +215,8 @@ class EpisodeKeeper:
     async def grant(
         self, api: AgentApi, request: AgentRequest, key: RepeatKey | None, running: RunningTurn
     ) -> TurnGrant:
-        """Return the request as the session's contract allows it, with a rid by which the engine can abort it.
+        """Return the request as the session's contract allows it, with a rid by which the engine can abort it. Pin a
+        turn of an evaluation to its weight version.
 
         Args:
             key: equal for a request and its repetitions; None without a turn id.
@@ -228,6 +230,7 @@ class EpisodeKeeper:
         session, contract = request.session, request.session.episode.contract
         fields, asked_for = contract.apply_fixed(request.fields)
         self._check_freshness(session, request.parents[0].parent)
+        running.routing.evaluation = evaluation_of(session, self._router)
         grant = TurnGrant(fields, asked_for)
         if contract.budget.limits_length or contract.budget.max_turns is not None:
             grant = await self._within_budget(api, replace(request, fields=fields), grant, key, running)

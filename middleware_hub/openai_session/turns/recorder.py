@@ -125,6 +125,9 @@ class TurnRecorder:
         for turn in session.turns[len(session.turns) - len(choices) :]:
             cached = turn.facts.get("cached_tokens") if new or reused else None
             reason = reason_name(session.history.classify(turn).reason)
+            if session.is_evaluation:
+                self._run.evaluate(_by_version(turn.sampled))
+                continue
             self._run.record(_by_version(turn.sampled), given=new, reused=reused, cached=cached, reason=reason)
             new = reused = 0  # count the prompt once for all choices
         return True

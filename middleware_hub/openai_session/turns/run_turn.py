@@ -18,6 +18,7 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.sessions.values import refuse_long_turn
+from middleware_hub.openai_session.turns.evaluating import check_evaluated
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn
 from middleware_hub.openai_session.turns.leaving import RunToEnd
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
@@ -35,7 +36,14 @@ from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.text_reader import TextReader
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.errors import PromptNotRead, RouterError, StateError, UnsupportedByEngine, UpstreamError
+from miles_router.errors import (
+    PromptNotRead,
+    RouterError,
+    StateError,
+    UnsupportedByEngine,
+    UpstreamError,
+    WeightsChanged,
+)
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch, replay, with_body
 from miles_router.middlewares.generation import Heartbeat, flag_worker
 from miles_router.middlewares.rows import RowDeliveries
@@ -168,7 +176,10 @@ class TurnRunner:
             asked.exchange.routing.continued_cache = parent.cache
         missing = endpoint.rows_missing if request.has_several_choices else None
         deliveries = RowDeliveries.captured(
-            self._router.rows, lambda kind: [request.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
+            {} if request.session.is_evaluation else self._router.rows,
+            lambda kind: [request.held_rows(kind)],
+            per_prompt=sys.maxsize,
+            missing=missing,
         )
         written: Sequence[bytes] = ()
         if request.prompt is not None and endpoint.takes_ids:
@@ -244,7 +255,11 @@ class TurnRunner:
         with nullcontext() if unclear else plan.deliveries.left_on(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
-            await sampled.run(receive, reply, partial(self._end, plan, sampled, asked.exchange, reply))
+            try:
+                await sampled.run(receive, reply, partial(self._end, plan, sampled, asked.exchange, reply))
+            except WeightsChanged as error:  # a stream that has begun ends with the reason
+                await reply.send_part(sampled.error_part(error) if reply.headers is not None else b"")
+                raise
 
     async def _end(self, plan: TurnPlan, sampled: TurnSampling, exchange: Exchange, reply: ReplySender) -> None:
         """Read the sampled answer, record it, and end the reply once the session is saved."""
@@ -267,7 +282,7 @@ class TurnRunner:
         exchange: Exchange,
         reply: ReplySender,
     ) -> None:
-        """Record the turn. Raises PromptNotRead, UnusableAnswer, NotFound."""
+        """Record the turn. Raises PromptNotRead, UnusableAnswer, NotFound, WeightsChanged."""
         routing, request = exchange.routing, plan.request
         facts: Mapping[str, Any] = {
             "worker": routing.worker_url,
@@ -278,6 +293,7 @@ class TurnRunner:
         }
         try:
             self._check_prompt(plan, choices, prompt_tokens, exchange)
+            check_evaluated(request.session, exchange, choices)
             recorded = self._recorder.record(plan, choices, facts, routing.cache)
         except UnusableAnswer as error:
             if plan.streams:  # the agent has the text already and may go on from it
