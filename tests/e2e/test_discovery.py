@@ -85,8 +85,8 @@ async def test_a_listed_worker_joins_and_an_unlisted_one_drains(tmp_path: Path) 
         record = (await workers_of(router.url))[one.url]
         assert (record["discovered"], record["labels"]) == (source, "rack-7")
 
-        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(2)]
-        await until(lambda: other.running == 1, "the second worker generates")
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(4)]
+        await until(lambda: other.running, "the second worker generates")
         path.write_text(f"{one.url}\n")
         await become(router.url, {one.url: "ready", other.url: "draining"})
         for reply in await asyncio.gather(*asking):
@@ -263,8 +263,8 @@ async def test_what_an_operator_removes_stays_away_while_it_is_listed(tmp_path: 
     ):
         path.write_text(f"{one.url}\n{other.url}\n")
         await become(router.url, {one.url: "ready", other.url: "ready"})
-        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(2)]
-        await until(lambda: other.running == 1, "the second worker generates")
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(4)]
+        await until(lambda: other.running, "the second worker generates")
         assert (await ask(router.url, "POST", f"/remove_worker?url={one.url}")).status == 200
         draining = asyncio.ensure_future(ask(router.url, "POST", f"/remove_worker?url={other.url}&drain=true"))
         await become(router.url, {other.url: "draining"})
@@ -316,8 +316,8 @@ async def test_a_draining_worker_that_is_listed_again_is_asked_before_it_takes_r
     ):
         path.write_text(f"{one.url}\n{other.url}\n")
         await become(router.url, {one.url: "ready", other.url: "ready"})
-        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(2)]
-        await until(lambda: other.running == 1, "the second worker generates")
+        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(4)]
+        await until(lambda: other.running, "the second worker generates")
         path.write_text(f"{one.url}\n")
         await become(router.url, {one.url: "ready", other.url: "draining"})
         other.faults.status(500, path="/model_info", times=None)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from miles_router.reach.route import MOST
 from tests.e2e.test_tls_in_front import in_front, needs_nginx
 from tests.support.http import ask, request
@@ -64,6 +66,7 @@ async def test_a_router_with_keys_has_all_that_an_agent_needs() -> None:
             assert "proxy" not in findings[subject][1], "a refusal is no fault of a proxy"
 
 
+@pytest.mark.alone("its port is chosen before it starts")
 async def test_an_address_has_many_spellings() -> None:
     (port,) = free_ports(1)
     async with running_router(port=port, public_url=f"http://LocalHost:{port}/") as router:

@@ -153,7 +153,7 @@ async def test_masks_outlive_the_router(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 async def test_sessions_of_each_api_whole_streamed_and_cut(stage: Stage, tmp_path: Path, path: str) -> None:
-    async with cuttable(stage, settings={"state_dir": tmp_path}) as (trial, brake):
+    async with cuttable(stage, settings={"state_dir": str(tmp_path)}) as (trial, brake):
         api = Api(path)
         for kind in ("whole", "streamed", "cut"):
             with case(kind):
