@@ -17,7 +17,9 @@ from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
 from miles_router.engines.answers import (
+    ASKS_FOR_MASK,
     INCOMPLETE,
+    SAMPLING_MASK,
     GenerateAnswer,
     Unreadable,
     UnreadableAnswer,
@@ -216,6 +218,8 @@ class AnswerTap(Tap):
         take = partial(self._deliveries.take, generation)
         try:
             read = GenerateAnswer.read(answer)
+            if read.sampling_mask is None and read.ids and self._request.field(ASKS_FOR_MASK, prompt):
+                raise UnreadableAnswer(INCOMPLETE, f"{SAMPLING_MASK}: the engine may be too old to tell it")
             params, routing = self._request.prompts[prompt].params, self._exchange.routing
             version = read.versions[-1].version if read.versions else None
             routing.mark("answer", tokens=len(read.ids), finish=read.finish, version=version, rid=read.rid)

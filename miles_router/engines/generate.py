@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from miles_router.engines.answers import ASKS_FOR_MASK
+
 TEXT, IDS, IDS_ALIAS = "text", "input_ids", "input_tokens"
 PARAMS, RID = "sampling_params", "rid"
 MEDIA = ("image_data", "video_data", "audio_data")
@@ -24,6 +26,8 @@ PER_PROMPT = (
     *MEDIA,
     "custom_logit_processor",
     "return_hidden_states",
+    ASKS_FOR_MASK,
+    "sampling_logprobs_mode",
     "extra_key",
     "cache_salt",
     RID,

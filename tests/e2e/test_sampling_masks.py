@@ -16,11 +16,12 @@ from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import sample as samples_format
 from miles_router.trajectory.retrieved import read_safetensors
 from tests.support.brake import Brake
-from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
+from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial, trial_before
 from tests.support.cuts import cut, cuttable
 from tests.support.fleet import JSON, post
 from tests.support.http import RawReply
 from tests.support.restarts import StateDirectories
+from tests.support.scripted_worker import reply, script
 from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api, case
 from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, message_of, user
 from tests.support.stage import Stage
@@ -180,6 +181,23 @@ async def test_sessions_of_each_api_whole_streamed_and_cut(stage: Stage, tmp_pat
                 (exact,) = samples_format.read_safetensors(reply.body)
                 assert exact.sampling_mask is not None
                 assert exact.sampling_mask.ids.tolist() == sample["sampling_mask"]["ids"]
+
+
+async def test_an_engine_that_ignores_the_field_is_found_out(stage: Stage) -> None:
+    worker = await stage.worker()
+    trial = await trial_before(stage, worker)
+    meta: dict[str, Any] = {"id": "r", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 2}
+    meta |= {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 5, None]]}
+    told = {"text": "a", "output_ids": [5], "meta_info": meta}
+    for mask, asked, kept in (([[5, 7]], True, True), (None, False, True), (None, True, False), ([[7]], True, False)):
+        with case(mask, asked):
+            answer: dict[str, Any] = {**told, "meta_info": {**meta, "id": f"{mask} {asked}"}}
+            answer["meta_info"] |= {MASK: mask} if mask else {}
+            worker.always(script(reply(orjson.dumps(answer), 200, JSON)))
+            body = {"input_ids": [1, 2], "return_sampling_mask": asked, "sampling_params": {"top_k": 5}}
+            assert (await trial.post("/generate", body)).status == 200
+            found = await trial.post("/retrieve_from_text", {"rid": f"{mask} {asked}"})
+            assert (found.status == 200) is kept
 
 
 async def test_what_does_not_tell_masks_refuses_them_by_name(stage: Stage) -> None:

@@ -24,7 +24,15 @@ from middleware_hub.openai_session.turns.turn_tap import TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
-from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, token_count
+from miles_router.engines.answers import (
+    ASKS_FOR_MASK,
+    INCOMPLETE,
+    MALFORMED,
+    SAMPLING_MASK,
+    UnreadableAnswer,
+    in_words,
+    token_count,
+)
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_parts import tools_of
@@ -312,6 +320,8 @@ class WholeTurn(TurnSampling):
             elif self.api.shows_open_calls:
                 answer = await self._with_unfinished(answer)
             choices = self.api.endpoint.choices(answer)
+            if self.fields.get(ASKS_FOR_MASK) and any(each.sampling_mask is None and each.ids for each in choices):
+                raise UnreadableAnswer(INCOMPLETE, f"{SAMPLING_MASK}: the engine may be too old to tell it")
             if (raw := self._raw) is not None:
                 for choice in choices:
                     choice.prompt = raw.prompt
