@@ -9,7 +9,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ import pytest
 from miles_router.fleet.sources import parse_file, parse_source
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import JSON
-from tests.support.http import ask
+from tests.support.http import RawReply, ask
 from tests.support.ports import free_ports
-from tests.support.running_router import command, router_process, running_router
+from tests.support.running_router import RunningRouter, command, router_process, running_router
 from tests.support.waiting import PATIENCE, STEP, until
 
 FAST: dict[str, Any] = {"health_check_interval": 0.05, "deep_health_check_interval": 0.0}
@@ -254,24 +255,43 @@ async def test_an_address_that_is_listed_for_another_model_is_another_worker(tmp
             await until_true(joined, f"the worker is listed as {listed or 'a plain one'}")
 
 
+@dataclass
+class Listing:
+    """A router with two listed workers, of which the second generates. `absent` is a source that is never read."""
+
+    router: RunningRouter
+    path: Path
+    absent: str
+    one: SimulatedWorker
+    other: SimulatedWorker
+    asking: Sequence[asyncio.Future[RawReply]]
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def generating(cls, folder: Path) -> AsyncIterator[Listing]:
+        path, absent = folder / "workers", f"file:{folder / 'absent'}"
+        async with (
+            SimulatedWorker() as one,
+            SimulatedWorker(token_latency_s=0.02) as other,
+            running_router(discover=(f"file:{path}", absent), **FAST) as router,
+        ):
+            path.write_text(f"{one.url}\n{other.url}\n")
+            await become(router.url, {one.url: "ready", other.url: "ready"})
+            asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(4)]
+            await until(lambda: other.running, "the second worker generates")
+            yield cls(router, path, absent, one, other, asking)
+
+
 async def test_what_an_operator_removes_stays_away_while_it_is_listed(tmp_path: Path) -> None:
-    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
-    async with (
-        SimulatedWorker() as one,
-        SimulatedWorker(token_latency_s=0.02) as other,
-        running_router(discover=(f"file:{path}", absent), **FAST) as router,
-    ):
-        path.write_text(f"{one.url}\n{other.url}\n")
-        await become(router.url, {one.url: "ready", other.url: "ready"})
-        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(4)]
-        await until(lambda: other.running, "the second worker generates")
+    async with Listing.generating(tmp_path) as listing:
+        router, path, one, other = listing.router, listing.path, listing.one, listing.other
         assert (await ask(router.url, "POST", f"/remove_worker?url={one.url}")).status == 200
         draining = asyncio.ensure_future(ask(router.url, "POST", f"/remove_worker?url={other.url}&drain=true"))
         await become(router.url, {other.url: "draining"})
         path.write_text(f"{one.url} labels=new\n{other.url} labels=new\n")
-        await asyncio.gather(*asking)
+        await asyncio.gather(*listing.asking)
         assert (await draining).status == 200
-        await read_again(router.url, absent)
+        await read_again(router.url, listing.absent)
         assert await states(router.url) == {}
 
 
@@ -308,16 +328,8 @@ async def test_a_worker_that_registers_itself_is_its_own_although_it_was_listed(
 
 
 async def test_a_draining_worker_that_is_listed_again_is_asked_before_it_takes_requests(tmp_path: Path) -> None:
-    path, absent = tmp_path / "workers", f"file:{tmp_path / 'absent'}"
-    async with (
-        SimulatedWorker() as one,
-        SimulatedWorker(token_latency_s=0.02) as other,
-        running_router(discover=(f"file:{path}", absent), **FAST) as router,
-    ):
-        path.write_text(f"{one.url}\n{other.url}\n")
-        await become(router.url, {one.url: "ready", other.url: "ready"})
-        asking = [asyncio.ensure_future(ask(router.url, "POST", "/generate", JSON, ANSWERS)) for _ in range(4)]
-        await until(lambda: other.running, "the second worker generates")
+    async with Listing.generating(tmp_path) as listing:
+        router, path, one, other = listing.router, listing.path, listing.one, listing.other
         path.write_text(f"{one.url}\n")
         await become(router.url, {one.url: "ready", other.url: "draining"})
         other.faults.status(500, path="/model_info", times=None)
@@ -325,7 +337,7 @@ async def test_a_draining_worker_that_is_listed_again_is_asked_before_it_takes_r
         await become(router.url, {one.url: "ready", other.url: "unreached"})
         other.faults.clear()
         await become(router.url, {one.url: "ready", other.url: "ready"})
-        assert all(reply.body.endswith(b"data: [DONE]\n\n") for reply in await asyncio.gather(*asking))
+        assert all(reply.body.endswith(b"data: [DONE]\n\n") for reply in await asyncio.gather(*listing.asking))
 
 
 async def test_workers_of_a_source_that_is_no_longer_set_are_drained(tmp_path: Path) -> None:

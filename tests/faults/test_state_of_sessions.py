@@ -9,7 +9,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,9 @@ async def test_no_kill_under_running_agents_loses_a_turn_that_was_answered(
 ) -> None:
     histories = {f"s-{number}": [user(f"Task {number}")] for number in range(6)}
     answered = {session: [0] for session in histories}
-    for kill in range(3):
+    for number in range(3):
         async with router(tmp_path, expect_status=KILLED) as running:
-            if not kill:
+            if not number:
                 assert (await post(running, "/add_worker", {"url": worker.url})).status == 200
                 for session in histories:
                     assert (await post(running, "/sessions", {"session_id": session})).status == 200
@@ -89,9 +89,7 @@ async def test_no_kill_under_running_agents_loses_a_turn_that_was_answered(
                 for session, messages in histories.items()
             ]
             await until(partial(_answered, answered, before + 30), "turns are answered")
-            running.process.kill()
-            await asyncio.gather(*agents)
-            await until(lambda: running.process.poll() is not None, "it is dead")
+            await kill(running, agents)
     async with router(tmp_path) as running:
         for session, messages in histories.items():
             records = (await ask(running.url, "GET", f"/sessions/{session}?form=compact")).json()["records"]
@@ -103,6 +101,13 @@ async def test_no_kill_under_running_agents_loses_a_turn_that_was_answered(
             assert line["request"]["messages_before"] >= len(messages) - 3, "all in one segment"
             samples = await post(running, f"/sessions/{session}/samples", {"format": "json"})
             assert samples.status == 200
+
+
+async def kill(running: RouterProcess, works: Sequence[asyncio.Future[None]]) -> None:
+    """Kill a router under work, which ends with it."""
+    running.process.kill()
+    await asyncio.gather(*works)
+    await until(lambda: running.process.poll() is not None, "it is dead")
 
 
 async def reward(running: RouterProcess, session: str, given: list[int]) -> None:
@@ -122,9 +127,9 @@ async def reward(running: RouterProcess, session: str, given: list[int]) -> None
 
 async def test_no_kill_loses_a_reward_that_was_acknowledged(tmp_path: Path, worker: SimulatedWorker) -> None:
     given = {f"s-{number}": [-1, -1] for number in range(4)}
-    for kill in range(3):
+    for number in range(3):
         async with router(tmp_path, expect_status=KILLED) as running:
-            if not kill:
+            if not number:
                 assert (await post(running, "/add_worker", {"url": worker.url})).status == 200
                 for session in given:
                     assert (await post(running, "/sessions", {"session_id": session})).status == 200
@@ -134,9 +139,7 @@ async def test_no_kill_loses_a_reward_that_was_acknowledged(tmp_path: Path, work
             before = sum(map(sum, given.values()))
             trainers = [asyncio.ensure_future(reward(running, session, own)) for session, own in given.items()]
             await until(partial(_rewarded, given, before + 200), "turns are rewarded")
-            running.process.kill()
-            await asyncio.gather(*trainers)
-            await until(lambda: running.process.poll() is not None, "it is dead")
+            await kill(running, trainers)
     async with router(tmp_path) as running:
         for session, own in given.items():
             records = (await ask(running.url, "GET", f"/sessions/{session}?form=compact")).json()["records"]
