@@ -253,6 +253,8 @@ async def test_what_an_evaluation_may_say_is_checked(trial: SessionTrial) -> Non
         answer = await trial.ask("POST", "/sessions", {"evaluation": evaluation})
         assert answer.status == 400, evaluation
         assert "evaluation" in answer.json()["error"]["message"]
+    twice = await trial.ask("POST", "/sessions", {"evaluation": True, "contract": {"evaluation": WAITS}})
+    assert (twice.status, b"differ" in twice.body) == (400, True)
     session = await trial.create(evaluation=False)
     assert "evaluation" not in (await trial.read(session))["metadata"]
     session = await trial.create(contract={"budget": {"max_turns": 3}}, evaluation=WAITS)

@@ -124,15 +124,23 @@ def read_contract(given: object) -> Contract:
 
 
 def with_evaluation(contract: object, evaluation: object) -> object:
-    """Return the JSON of a contract with the field `evaluation` from outside of it; None for none of both."""
+    """Return the JSON of a contract with the field `evaluation` from outside of it; None for none of both.
+
+    Raises:
+        BadRequest: the contract has the field too, with another value.
+    """
     if evaluation is None or not isinstance(contract, (Mapping, type(None))):
         return contract
+    if contract and contract.get("evaluation") not in (None, evaluation):
+        raise BadRequest("evaluation and contract.evaluation differ; give one of them")
     return {**(contract or {}), "evaluation": evaluation}
 
 
 def _read_evaluation(given: object) -> str | None:
     if given is None or isinstance(given, bool):
         return REFUSE if given else None
+    if not isinstance(given, Mapping):
+        raise BadRequest("contract.evaluation must be true, false or an object")
     otherwise: str = _read("contract.evaluation", given, EVALUATION).get("otherwise", REFUSE)
     return otherwise
 
