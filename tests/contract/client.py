@@ -15,6 +15,8 @@ import aiohttp
 from miles_router.tasks import cancelled, spawn
 from tests.support.waiting import PATIENCE, soon
 
+#: Seconds in which a worker answers a generation that was aborted.
+ENDS = 5.0
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 #: An engine answers an aborted request before its scheduler has let it go: it waits for that, up to so many seconds.
 FLUSH = "/flush_cache?timeout=60"
@@ -131,6 +133,7 @@ class WorkerClient:
             yield task
         finally:
             await self.ask("POST", "/abort_request", {"rid": rid})
+            await asyncio.wait({task}, timeout=ENDS)  # once it has answered, the next request may have its name
             await cancelled(task)
 
     async def load(self) -> tuple[int, int]:
