@@ -135,10 +135,11 @@ class OpenAISessionMiddleware:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
         self.app = app
-        durable = router.store is not None
+        durable, held = router.store is not None, f"sessions{router.mount.replace('/', '-')}"
+        held_names = None if durable else router.owners.held_names(held, max_sessions)
         equal = equality(message_equality)
         self.store = SessionStore(
-            bounds, now=time.time, clock=time.monotonic, owners=router.owners, durable=durable, equal=equal
+            bounds, now=time.time, clock=time.monotonic, owners=router.owners, names=held_names, equal=equal
         )
         self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
@@ -176,7 +177,9 @@ class OpenAISessionMiddleware:
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         read = partial(count_read, router.run)
-        maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls, read)
+        maker = SampleMaker(
+            selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls, read, router.config.model_id
+        )
         router.episodes[KIND] = SessionEpisodes(self.store, self._archive, maker)
         teachers = Teachers.of(router)
         self._sessions = SessionRoutes(self.store, self._archive, maker, router.base_url, keeper.stop, teachers)

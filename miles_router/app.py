@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
-from miles_router.admin.routes import Admin
-from miles_router.asgi.access import AccessRules, first_segment
+from miles_router.admin.entrance import Entrance
 from miles_router.asgi.backlog import Backlog
-from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.keys import Keys
-from miles_router.asgi.own_routes import OwnRoutes
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp
-from miles_router.engines.known import CLIENT_PATHS
-from miles_router.errors import (
-    ConfigError,
-    MethodNotAllowed,
-)
+from miles_router.errors import ConfigError
 from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
@@ -44,16 +35,12 @@ from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
 from miles_router.generation.attempt import ResumeServices
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
+from miles_router.metrics.models import grouped
 from miles_router.middlewares.contract import (
     ASGIApp,
-    HasAdminRoutes,
-    HasDataPaths,
-    HasKeys,
     HasLifespan,
     HasMetrics,
-    HasOpenRoutes,
     HasOwners,
-    HasRoutes,
 )
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
 from miles_router.middlewares.owners import Owners
@@ -65,13 +52,12 @@ from miles_router.pools.discovery import Discovery
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations, StandstillRow
 from miles_router.reach.route import Reach
-from miles_router.settings.config import RouterConfig, paths_problem
-from miles_router.settings.keys import admin_keys, data_keys
+from miles_router.settings.config import RouterConfig
+from miles_router.settings.keys import data_keys
+from miles_router.settings.trained_models import checkpoints, mount_of
 from miles_router.shards.role import ProcessRole
+from miles_router.state.of_model import StoreOfModel
 from miles_router.state.store import StateStore
-
-#: The beginning of paths that a middleware may have opened by the administration key.
-ADMIN_PREFIX = "/router/"
 
 
 def create_app(
@@ -115,18 +101,26 @@ def create_app(
     pools = dispatch.pools = Pools(
         config.model_id or "",
         lambda name: _pool(name, config, role, upstream, probes, fan_out, metrics, store, args, tokenizer, owners),
+        trained=checkpoints(config.trained_models),
     )
     router = pools.default.router
-    outermost, layers = build_stack(dispatch, loaded, router)
+    routers: dict[str | None, Router] = {None: router}
+    routers |= {name: pools.named_as(name).router for name in pools.trained}
+    outermost, layers_of = build_stack(dispatch, loaded, routers)
+    layers = [*dict.fromkeys(chain.from_iterable(layers_of.values()))]
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in role.first_workers(config):
         pools.default.fleet.pool.add_unreached(parse_worker_url(url))
     registrations = Registrations(store, pools)
     admin = role.admin(pools, registrations, _described(loaded))
-    routes, access_rules = _own_routes(config, role, admin, ControlRoutes(pools), layers, stack)
+    control, reach = ControlRoutes(pools), Reach(config.public_url).route()
+    entrances = {
+        model: Entrance.build(config, role.routes, admin, control, of_model, reach, stack)
+        for model, of_model in layers_of.items()
+    }
     owners.backlog = clients.backlog
-    owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
+    owners.layers = [layer for layer in layers_of[None] if isinstance(layer, HasOwners)]
     for numbers in owners.numbers():
         metrics.register(numbers)
     discovery = None
@@ -134,17 +128,15 @@ def create_app(
         sources = [parse_source(each) for each in config.discover]
         discovery = Discovery(sources, admin.registry, pools, interval=config.health_check_interval)
         router.publish("discovery", discovery.statistics)
-    routes.lifespan_context = _lifespan(
+    entrances[None].routes.lifespan_context = _lifespan(
         layers, role, owners, pools, upstream, store, registrations, loop_delay, discovery
     )
-    _register_metrics(router, layers)
+    _register_metrics(metrics, routers, layers_of)
     return RouterApp(
         config=config,
         pools=pools,
-        routes=routes,
-        access_rules=access_rules,
+        entrances=entrances,
         stack=stack,
-        layers=layers,
         clients=clients,
         counts=role.serves_clients,
     )
@@ -165,10 +157,16 @@ def _pool(
 ) -> ModelPool:
     """Build the pool of one model with its own fleet, forwarder, control and health checks.
 
-    The configured checkpoint, chat template and tokenizer belong to the default pool; other pools get none.
+    The configured checkpoint, chat template and tokenizer belong to the default pool. Other trained models have a
+    checkpoint of their own, and the rest none.
     """
+    mount, own_store = "", store
     if name != (config.model_id or ""):
-        config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
+        checkpoint = checkpoints(config.trained_models).get(name)
+        if checkpoint is not None:
+            mount, args, own_store = mount_of(name), None, None if store is None else StoreOfModel(store, name)
+            config = replace(config, model_id=name, trained_models=())
+        config, tokenizer = replace(config, hf_checkpoint=checkpoint, chat_template_path=None), None
     workers = role.pool(
         name,
         failure_threshold=config.health_check_failure_threshold,
@@ -218,10 +216,11 @@ def _pool(
         forwarder=forwarder,
         metrics=metrics,
         control=control,
-        store=store,
+        store=own_store,
         args=args,
         tokenizer=tokenizer,
         owners=owners,
+        mount=mount,
     )
     is_paused = role.is_paused(name, health)
     innermost: ASGIApp = Proxy(
@@ -283,127 +282,16 @@ async def _looking_after(
         yield
 
 
-def _own_routes(
-    config: RouterConfig,
-    role: ProcessRole,
-    admin: Admin,
-    control_routes: ControlRoutes,
-    layers: Iterable[ASGIApp],
-    stack: ASGIApp,
-) -> tuple[OwnRoutes, AccessRules]:
-    """Return the routes of the router and of the middlewares, and the access rules of all paths.
-
-    Raises:
-        ConfigError: `fan_out` or `data_paths` contains a path of the router.
-        ConfigError: a middleware's route or data path is invalid, or collides with a path of the router.
-    """
-    own = (*admin.open_routes(), *admin.guarded_routes())
-    added = [route for layer in layers if isinstance(layer, HasOpenRoutes) for route in layer.open_routes()]
-    guarded = [route for layer in layers if isinstance(layer, HasAdminRoutes) for route in layer.admin_routes()]
-    extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
-    reach = Reach(config.public_url).route()
-    groups = [
-        [*admin.open_routes(), *added],
-        [*role.routes(admin.guarded_routes()), *guarded],  # the process that gets a request answers a middleware's
-        role.routes(control_routes.routes()),
-    ]
-    opened, administration, control = ([_path(route) for route in group] for group in groups)
-    layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
-    # A str in place of a list would yield its characters as paths, and "/" would open every path to client keys.
-    if problem := paths_problem(layered):
-        raise ConfigError(f"a middleware's data_paths: {problem}")
-    for name, paths, others in (
-        ("fan_out", config.fan_out, {*opened, *administration}),
-        ("data_paths", config.data_paths, {*opened, *administration, *control}),
-        ("a middleware's data_paths", layered, {*opened, *administration, *control}),
-    ):
-        if twice := others & {*paths}:
-            raise ConfigError(f"{name}: {min(twice)} is a path of the router's own")
-    _check_routes(added, guarded, extra, own={*map(_path, own), _path(reach)}, control={*control})
-    access_rules = AccessRules(
-        Keys(data_keys(config), admin_keys(config)),
-        opened=opened,
-        administration=administration,
-        control=control,
-        routes=(*extra, reach),
-        listed=(*CLIENT_PATHS, *config.data_paths, *layered),
-        keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
-    )
-    fences = _fences((*opened, *administration, *control))
-    layers_own = _fences(_path(route) for route in (*extra, reach) if isinstance(route, Route))
-    return OwnRoutes((*chain(*groups), *fences, *extra, reach, *layers_own), default=stack), access_rules
-
-
-def _check_routes(
-    added: Sequence[BaseRoute],
-    guarded: Sequence[BaseRoute],
-    extra: Sequence[BaseRoute],
-    *,
-    own: Collection[str],
-    control: Set[str],
+def _register_metrics(
+    metrics: Metrics, routers: Mapping[str | None, Router], layers_of: Mapping[str | None, Sequence[ASGIApp]]
 ) -> None:
-    """Check the middlewares' routes against the router's own paths and the control paths.
-
-    Args:
-        added: the routes that need no key.
-        guarded: the routes that need the administration key.
-        extra: the routes that need the clients' key.
-
-    Raises:
-        ConfigError: a route is invalid, or collides with another path.
-    """
-    for route in (*added, *guarded):
-        if not isinstance(route, Route):  # the access rules know the paths of such routes alone
-            raise ConfigError(f"a middleware's open or admin route {_path(route)!r} must be a Route of one path")
-    for route in added:
-        if "{" in _path(route):
-            raise ConfigError(f"a middleware's open route {_path(route)!r} must have no parameters")
-    for route in guarded:
-        if not _path(route).startswith(ADMIN_PREFIX) or _path(route) in own:
-            raise ConfigError(
-                f"a middleware's admin route {_path(route)!r} must begin with {ADMIN_PREFIX} "
-                "and differ from the router's own paths"
-            )
-    taken = {*map(first_segment, own), *control}
-    for routes in (added, extra):
-        segments = [_fixed_segment(route) for route in routes]
-        if twice := taken & {*segments} or control & {*map(_path, routes)}:
-            raise ConfigError(f"a middleware has a route under {min(twice)!r}, which is a path of the router's own")
-        taken |= {*segments}
-
-
-def _fences(paths: Iterable[str]) -> list[Route]:
-    return [Route(path, _WrongMethod()) for path in dict.fromkeys(paths)]
-
-
-def _path(route: BaseRoute) -> str:
-    path = getattr(route, "path", None)
-    if not isinstance(path, str) or isinstance(route, WebSocketRoute):  # the router closes every WebSocket
-        raise ConfigError(f"a middleware's route {route!r} has no path of HTTP")
-    return path
-
-
-def _fixed_segment(route: BaseRoute) -> str:
-    segment = first_segment(_path(route))
-    if segment == "/" or "{" in segment:
-        raise ConfigError(f"a middleware's route {_path(route)!r} must begin with a fixed path segment")
-    return segment
-
-
-class _WrongMethod:
-    """An ASGI app behind the routes of the router and of the middlewares: it refuses methods that no route accepts."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")
-
-
-def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
-    for collector in router.collectors:
-        router.metrics.register(collector)
-    for layer in layers:
-        if isinstance(layer, HasMetrics):
-            for collector in layer.metrics():
-                router.metrics.register(collector)
+    shared = {*layers_of[None]}
+    for model, router in routers.items():
+        own = [layer for layer in layers_of[model] if model is None or layer not in shared]
+        router.collectors += [each for layer in own if isinstance(layer, HasMetrics) for each in layer.metrics()]
+    others = {model: router.collectors for model, router in routers.items() if model is not None}
+    for collector in grouped(routers[None].collectors, others):
+        metrics.register(collector)
 
 
 def _lifespan(

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import orjson
-from starlette.routing import Router as Routes
 
-from miles_router.asgi.access import AccessRules
+from miles_router.admin.entrance import Entrance
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first_header
 from miles_router.asgi.origin import check_origin
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decode_path
-from miles_router.errors import ClientDisconnected, InternalError, RouterError, UpstreamBroken
+from miles_router.errors import ClientDisconnected, InternalError, RouterError, UnknownModel, UpstreamBroken
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
+from miles_router.settings.trained_models import MOUNT, mount_of
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("miles_router.access")
+
+#: Most characters of a path in an error message.
+SHOWN = 200
 
 
 class RouterApp:
@@ -35,28 +38,26 @@ class RouterApp:
         *,
         config: RouterConfig,
         pools: Pools,
-        routes: Routes,
-        access_rules: AccessRules,
+        entrances: Mapping[str | None, Entrance],
         stack: ASGIApp,
-        layers: Sequence[ASGIApp],
         clients: ClientStatistics,
         counts: bool = True,
     ) -> None:
         """
         Args:
+            entrances: one for each model with middlewares; None is the default model.
             counts: True if clients reach this process directly. False if another process counts and logs the
                 requests and forwards them to this one.
         """
         self.pools = pools
         #: The middlewares, outermost first.
-        self.layers = layers
+        self.layers = entrances[None].layers
         #: The object that middlewares get as `router`.
         self.router = router = pools.default.router
-        self.access_rules = access_rules
         #: Statistics of client connections, updated by the server of this app.
         self.clients = clients
         self._counts = counts
-        self._routes = routes
+        self._entrances = entrances
         self._stack = stack
         self._public_url = config.public_url
         self._max_body_bytes = config.max_request_bytes
@@ -64,17 +65,23 @@ class RouterApp:
         self._access_log = config.access_log
         self._metrics = router.metrics
         self._owners = router.owners
-        self._restoring = () if router.store is None else tuple(each for each in layers if isinstance(each, Restores))
+        self._restoring = {
+            model: [each for each in entrance.layers if router.store is not None and isinstance(each, Restores)]
+            for model, entrance in entrances.items()
+        }
+        if len(entrances) > 1:  # the body may name any of the models
+            self._restoring[None] = [*dict.fromkeys(each for found in self._restoring.values() for each in found)]
 
     def running(self) -> AbstractAsyncContextManager[Any]:
         """Return a context manager inside which health checks and middlewares run, for use without an ASGI server."""
-        return self._routes.lifespan_context(self._routes)
+        routes = self._entrances[None].routes
+        return routes.lifespan_context(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle HTTP and lifespan; close WebSockets with code 1003. Failed requests raise nothing."""
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
-                await self._routes(scope, receive, send)
+                await self._entrances[None].routes(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1003})
             return
@@ -86,6 +93,8 @@ class RouterApp:
         refused = 0
         try:
             scope["path"] = decode_path(scope["raw_path"])  # the only place that decodes a path
+            if len(self._entrances) > 1 and scope["path"].startswith(MOUNT):
+                self._mount(scope, exchange)
             if self._owners.several:
                 await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_access)
             else:
@@ -105,9 +114,24 @@ class RouterApp:
             if self._counts and not exchange.forwarded:  # otherwise the process that answers counts it
                 self._finished(scope, exchange, outlet.status or refused)
 
+    def _mount(self, scope: Scope, exchange: Exchange) -> None:
+        """Take the model out of a path below `/models/`.
+
+        Raises:
+            UnknownModel: no such model is trained.
+        """
+        _, _, model, *rest = scope["path"].split("/", 3)
+        if model not in self._entrances or not rest:
+            raise UnknownModel(
+                f"{scope['path'][:SHOWN]!r} names no model of --trained-models: write {MOUNT}MODEL_ID/...", "model"
+            )
+        exchange.pool, exchange.mount = model, mount_of(model)
+        scope["path"] = "/" + rest[0]
+        scope["raw_path"] = b"/" + scope["raw_path"].split(b"/", 3)[3]
+
     def _here(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Answer a request in this process."""
-        if self._restoring:
+        if self._restoring[scope[SCOPE_KEY].pool]:
             return self._restore_and_enter(scope, receive, send)
         return self._enter(scope)(scope, receive, send)
 
@@ -116,8 +140,9 @@ class RouterApp:
 
         This precedes the key check, because a session's own key is known only after the session is restored.
         """
-        if not self.access_rules.lacks_key(scope["path"], scope["headers"]):
-            for layer in self._restoring:
+        model = scope[SCOPE_KEY].pool
+        if not self._entrances[model].access_rules.lacks_key(scope["path"], scope["headers"]):
+            for layer in self._restoring[model]:
                 await layer.restore(scope)
         await self._enter(scope)(scope, receive, send)
 
@@ -129,9 +154,10 @@ class RouterApp:
             ForeignOrigin: no key is required, and a web page of another origin sent the request.
             BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
-        rule = self.access_rules.of(scope["path"])
-        if self.access_rules.lacks_key(scope["path"], scope["headers"]):
-            self.access_rules.authorize(rule, scope["path"], scope["headers"])
+        access_rules = self._entrances[scope[SCOPE_KEY].pool].access_rules
+        rule = access_rules.of(scope["path"])
+        if access_rules.lacks_key(scope["path"], scope["headers"]):
+            access_rules.authorize(rule, scope["path"], scope["headers"])
         if rule.cross_origin_methods is not None and not rule.key.required:
             check_origin(scope, rule.cross_origin_methods, self._public_url)
         scope[SCOPE_KEY].check_announced_size(scope)
@@ -146,13 +172,14 @@ class RouterApp:
             ForeignOrigin: no key is required, and a web page of another origin sent the request.
             BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
-        rule = self.access_rules.of(scope["path"])
-        scope["headers"] = self.access_rules.authorize(rule, scope["path"], scope["headers"])
+        entrance = self._entrances[scope[SCOPE_KEY].pool]
+        rule = entrance.access_rules.of(scope["path"])
+        scope["headers"] = entrance.access_rules.authorize(rule, scope["path"], scope["headers"])
         if rule.cross_origin_methods is not None and not rule.key.required:
             check_origin(scope, rule.cross_origin_methods, self._public_url)
         scope[SCOPE_KEY].routing.group = first_header(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
-        return self._routes if rule.own else self._stack
+        return entrance.routes if rule.own else self._stack
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         """Count a failed request and log it in one line.
@@ -180,7 +207,8 @@ class RouterApp:
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:
-    fields = {"request_id": exchange.request_id, "method": scope["method"], "path": scope["path"]}
+    path = exchange.mount + scope["path"]
+    fields = {"request_id": exchange.request_id, "method": scope["method"], "path": path}
     return fields if exchange.routing.worker_url is None else {**fields, "worker": exchange.routing.worker_url}
 
 

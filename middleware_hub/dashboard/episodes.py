@@ -24,7 +24,7 @@ from middleware_hub.dashboard.hidden_texts import HiddenTexts, named_reason
 from middleware_hub.dashboard.tokens import BINARY, MOST_TOKENS, Slice, Vocabulary, written_slice
 from middleware_hub.view.tree import BranchTree
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Pace, Router, Watch
+from miles_router.middlewares import Exchange, Pace, Router, Watch
 from miles_router.middlewares.episodes import (
     OTHER_REASON,
     STATES,
@@ -81,22 +81,37 @@ class Found(NamedTuple):
 
 
 class EpisodeRoutes:
-    """The handlers of these routes for one router."""
+    """The handlers of these routes for one model; those of the default model answer for the others too."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._text = router.config.dashboard_text == "on"
         self._vocabulary = Vocabulary(self._router) if self._text else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
+        self._others: dict[str, EpisodeRoutes] = {}
 
     def routes(self) -> list[BaseRoute]:
         """Return all routes; they need the administration key. The process that receives a request answers it."""
         return [
-            Route("/router/episodes", self.list, methods=["GET"]),
-            Route("/router/episodes/{id}", self._wherever(self.detail), methods=["GET"]),
-            Route("/router/episodes/{id}/tokens", self._wherever(self.tokens), methods=["GET"]),
-            Route("/router/run", self.run, methods=["GET"]),
+            Route("/router/episodes", self._of_model(EpisodeRoutes.list), methods=["GET"]),
+            Route("/router/episodes/{id}", self._of_model(EpisodeRoutes.detail, anywhere=True), methods=["GET"]),
+            Route("/router/episodes/{id}/tokens", self._of_model(EpisodeRoutes.tokens, anywhere=True), methods=["GET"]),
+            Route("/router/run", self._of_model(EpisodeRoutes.run), methods=["GET"]),
         ]
+
+    def _of_model(
+        self, answer: Callable[[EpisodeRoutes, Request], Awaitable[Response]], *, anywhere: bool = False
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler for the model that the path names. With `anywhere`, other processes are asked too."""
+
+        async def answered(request: Request) -> Response:
+            model = Exchange.of(request.scope).pool
+            if model is not None and model not in self._others:
+                self._others[model] = EpisodeRoutes(self._router.of_model(model))
+            handler = partial(answer, self if model is None else self._others[model])
+            return await (self._wherever(handler) if anywhere else handler)(request)
+
+        return answered
 
     async def run(self, request: Request) -> Response:
         _known(request, ())

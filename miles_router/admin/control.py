@@ -31,7 +31,7 @@ class ControlRoutes:
     def _route(self, known: ControlRequest) -> BaseRoute:
         async def answer(request: Request) -> Response:
             exchange = Exchange.of(request.scope)
-            pool = self._pools.of_id(request.query_params.get(MODEL_ID))
+            pool = self._pools.of_path(exchange, request.query_params.get(MODEL_ID))
             body = await exchange.read(request.receive)
             if not body.strip() and known.needs_body:
                 body = b"{}"

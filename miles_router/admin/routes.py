@@ -18,6 +18,7 @@ from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState
+from miles_router.middlewares.router import Router
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.pools.registry import WorkerRegistry, url_of
@@ -83,7 +84,7 @@ class Admin:
     async def add_worker(self, request: Request) -> Response:
         worker = await self.registry.add(await _arguments(request))
         said = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
-        return Json({"status": "success", "worker_urls": self._in_flight(), **said})
+        return Json({"status": "success", "worker_urls": self._in_flight(request), **said})
 
     async def _lacks(self, worker: Worker) -> Sequence[str]:
         """Return the flags that a worker's engine should have been started with; empty if it does not answer soon."""
@@ -96,10 +97,10 @@ class Admin:
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
         await self.registry.remove(url_of(arguments).url, drain=_flag(arguments, "drain"))
-        return Json({"status": "success", "worker_urls": self._in_flight()})
+        return Json({"status": "success", "worker_urls": self._in_flight(request)})
 
     async def list_workers(self, request: Request) -> Response:
-        workers = self._pools.workers
+        workers = self._workers(request)
         unreached = {worker.url: worker.reason for worker in workers if worker.state is WorkerState.UNREACHED}
         return Json({"urls": [worker.url for worker in workers], **({"unreached": unreached} if unreached else {})})
 
@@ -109,7 +110,7 @@ class Admin:
         return Json((await self.registry.add(await _arguments(request))).describe(), status_code=201)
 
     async def show_workers(self, request: Request) -> Response:
-        workers = [worker.describe() for worker in self._pools.workers]
+        workers = [worker.describe() for worker in self._workers(request)]
         return Json({"workers": workers, "total": len(workers)})
 
     async def show_worker(self, request: Request) -> Response:
@@ -123,11 +124,14 @@ class Admin:
     # The router itself
 
     async def health(self, request: Request) -> Response:
-        return Json({"status": "ok", **self._counts()})
+        return Json({"status": "ok", **self._counts(self._pools.seen_in(request.scope))})
 
     async def readiness(self, request: Request) -> Response:
-        ready = any(pool.fleet.snapshot.generating for pool in self._pools)
-        return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
+        pools = self._pools.seen_in(request.scope)
+        ready = any(pool.fleet.snapshot.generating for pool in pools)
+        return Json(
+            {"status": "ready" if ready else "no routable worker", **self._counts(pools)}, 200 if ready else 503
+        )
 
     async def info(self, request: Request) -> Response:
         return Json(await self.shown())
@@ -139,7 +143,7 @@ class Admin:
             "version": __version__,
             "now": time.time(),
             "uptime_seconds": round(time.time() - self._started, 3),
-            **self._counts(),
+            **self._counts([*self._pools]),
             "weight_version": self._router.pool.weight_version,
             "gate": self._router.gate.describe(),
             **({"pools": self._each_pool()} if self._pools.named else {}),
@@ -155,7 +159,7 @@ class Admin:
         The query's `tokens` is the length that an episode is expected to reach; by default the mean of what the
         sessions hold now. `room` is null if that is not known, or if an engine does not report its memory.
         """
-        pool = self._pools.of_id(request.query_params.get("model_id"))
+        pool = self._pools.of_path(Exchange.of(request.scope), request.query_params.get("model_id"))
         tokens = _length(request.query_params.get("tokens"))
         units = pool.fleet.snapshot.generating  # a session on a pair also counts on its prefill half
         sessions, held = sum(unit.sessions for unit in units), sum(unit.tokens for unit in units)
@@ -180,11 +184,17 @@ class Admin:
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of middlewares and of the router's parts, by group."""
-        return {name: give() for name, give in self._router.statistics.items()}
+        return {
+            f"{name}{suffix}": give() for suffix, router in self._routers() for name, give in router.statistics.items()
+        }
 
     def numbers(self) -> dict[str, dict[str, object]]:
         """Return the statistics that are declared numbers, by group."""
-        return {name: each.numbers() for name, each in self._router.published.items()}
+        return {
+            f"{name}{suffix}": each.numbers()
+            for suffix, router in self._routers()
+            for name, each in router.published.items()
+        }
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return the statistics that are not declared numbers, by group."""
@@ -226,8 +236,16 @@ class Admin:
         name: str = request.path_params["id"]
         return self._pools.holding(parse_worker_url(name).url if ":" in name else name)
 
-    def _in_flight(self) -> dict[str, int]:
-        return {worker.url: worker.in_flight for worker in self._pools.workers}
+    def _routers(self) -> list[tuple[str, Router]]:
+        """Return the handles of the models with middlewares, each with the suffix for the names of its statistics."""
+        trained = [(f":{name}", self._pools.named_as(name).router) for name in sorted(self._pools.trained)]
+        return [("", self._router), *trained]
+
+    def _workers(self, request: Request) -> list[Worker]:
+        return [worker for pool in self._pools.seen_in(request.scope) for worker in pool.fleet.pool]
+
+    def _in_flight(self, request: Request) -> dict[str, int]:
+        return {worker.url: worker.in_flight for worker in self._workers(request)}
 
     def _each_pool(self) -> dict[str, object]:
         """Return each pool's own state, by the pool's name."""
@@ -242,8 +260,8 @@ class Admin:
             if pool.peopled
         }
 
-    def _counts(self) -> dict[str, int]:
-        states = [worker.state for worker in self._pools.workers]
+    def _counts(self, pools: Sequence[ModelPool]) -> dict[str, int]:
+        states = [worker.state for pool in pools for worker in pool.fleet.pool]
         return {
             "workers_total": len(states),
             "workers_routable": states.count(WorkerState.READY),
@@ -252,15 +270,15 @@ class Admin:
             "workers_outdated": states.count(WorkerState.OUTDATED),
             "workers_paused": states.count(WorkerState.PAUSED),
             "workers_unreached": states.count(WorkerState.UNREACHED),
-            "in_flight": sum(pool.fleet.pool.in_flight for pool in self._pools),
+            "in_flight": sum(pool.fleet.pool.in_flight for pool in pools),
         }
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
-    """Return the query parameters, overridden by the fields of a JSON body.
+    """Return the query parameters, overridden by the fields of a JSON body, and the `model_id` that the path names.
 
     Raises:
-        BadRequest: the body is not a JSON object.
+        BadRequest: the body is not a JSON object, or it names another model than the path.
     """
     exchange = Exchange.of(request.scope)
     exchange.max_body_bytes = min(exchange.max_body_bytes, MAX_ADMIN_BODY)
@@ -271,6 +289,8 @@ async def _arguments(request: Request) -> dict[str, Any]:
         if not isinstance(parsed, Mapping):
             raise BadRequest("the request body must be a JSON object")
         arguments.update(parsed)
+    if exchange.pool is not None and arguments.setdefault("model_id", exchange.pool) != exchange.pool:
+        raise BadRequest(f"the path is for the model {exchange.pool!r}; leave model_id out")
     return arguments
 
 

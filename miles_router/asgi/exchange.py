@@ -56,6 +56,7 @@ class Exchange:
         "forwarded",
         "max_answer_bytes",
         "max_body_bytes",
+        "mount",
         "notes",
         "pool",
         "request_id",
@@ -77,8 +78,10 @@ class Exchange:
         self.forwarded = False
         #: Formats the router's own errors; a layer that implements another API replaces it.
         self.error_body: ErrorBody = _body_of
-        #: The name of the worker pool; None for the default pool, the only one with middlewares.
+        #: The name of the worker pool; None for the default pool.
         self.pool: str | None = None
+        #: The beginning of the request's path that named the pool; `scope["path"]` and `raw_path` are without it.
+        self.mount = ""
         #: The LoRA adapter that the request's `model` names.
         self.adapter: str | None = None
         self._parses: list[tuple[bytes, Any]] = []

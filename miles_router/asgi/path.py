@@ -14,7 +14,7 @@ from miles_router.errors import BadRequest
 #: A path that is decoded already: its characters need no escape (RFC 3986 `pchar`), and no segment begins with a dot.
 PLAIN = re.compile(rb"/|(?:/[A-Za-z0-9_~!$&'()*+,;=:@-][A-Za-z0-9._~!$&'()*+,;=:@-]*)+/?")
 #: Parents of a last segment that may contain escaped slashes: a worker's URL, or a model name such as `org/model`.
-BEFORE_NAMES = re.compile(rb"/workers|(/sessions/[^/]+)?/v1/models")
+BEFORE_NAMES = re.compile(rb"(/models/[^/]+)?(/workers|(/sessions/[^/]+)?/v1/models)")
 BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 

@@ -2,6 +2,7 @@
 
 statistics   declarations of numbers, once for both `GET /metrics` and `GET /router/info`
 metrics      the router's own numbers, and the registry of all
+models       the numbers of several trained models as one
 run          the series of `GET /router/run`
 loop_delay   the delay of the event loop
 """

@@ -2,7 +2,8 @@
 
 Nine methods are optional; the router finds them by name: `lifespan()`, `routes()`, `admin_routes()`, `open_routes()`,
 `data_paths()`, `key_of()`, `owner_name()`, `metrics()`, `restore()`.
-A class with `one_model = True` serves one model: requests for pools other than the default skip this middleware.
+A class with `one_model = True` serves one model: it is built for each trained model, and requests for other models
+skip it.
 """
 
 from __future__ import annotations

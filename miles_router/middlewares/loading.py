@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_type_hints
 
@@ -166,25 +166,36 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def build_stack(
-    innermost: ASGIApp, loaded: Iterable[LoadedMiddleware], router: Router
-) -> tuple[ASGIApp, list[ASGIApp]]:
-    """Wrap `innermost` in all middlewares. Return the outermost app and the middlewares, outermost first."""
-    layers: list[ASGIApp] = []
+    innermost: ASGIApp, loaded: Iterable[LoadedMiddleware], routers: Mapping[str | None, Router]
+) -> tuple[ASGIApp, dict[str | None, list[ASGIApp]]]:
+    """Wrap `innermost` in all middlewares. Return the outermost app and each model's middlewares, outermost first.
+
+    Args:
+        routers: the handle of each model with middlewares; None is the default model. A class with `one_model` is
+            built for each model; the models share the others.
+    """
+    layers: dict[str | None, list[ASGIApp]] = {model: [] for model in routers}
     app = innermost
     for each in reversed(list(loaded)):
-        layer = each.cls(app, router=router, **each.options)
-        layers.insert(0, layer)
-        app = _OfOneModel(layer, app) if getattr(layer, "one_model", False) else layer
+        inside, router = app, routers[None]
+        shared = app = each.cls(inside, router=router, **each.options)
+        built = dict.fromkeys(routers, shared)
+        if getattr(shared, "one_model", False):
+            others = {model: other for model, other in routers.items() if model is not None}
+            built |= {model: each.cls(inside, router=other, **each.options) for model, other in others.items()}
+            app = _OfOneModel(built, inside)
+        for model, layer in built.items():
+            layers[model].insert(0, layer)
     return app, layers
 
 
 class _OfOneModel:
-    """A wrapper that lets requests for other pools than the default skip a middleware."""
+    """A wrapper that passes a request to its model's middleware, or past it if the model has none."""
 
-    def __init__(self, layer: ASGIApp, inside: ASGIApp) -> None:
-        self._layer = layer
+    def __init__(self, layers: Mapping[str | None, ASGIApp], inside: ASGIApp) -> None:
+        self._layers = layers
         self._inside = inside
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passes = scope["type"] == "http" and Exchange.of(scope).pool is not None
-        await (self._inside if passes else self._layer)(scope, receive, send)
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        model = Exchange.of(scope).pool if scope["type"] == "http" else None
+        return self._layers.get(model, self._inside)(scope, receive, send)

@@ -56,8 +56,11 @@ class Router:
         store: StateStore | None = None,
         tokenizer: Any = None,
         owners: Owners | None = None,
+        mount: str = "",
     ) -> None:
         self.config = config
+        #: The beginning of the paths of this model's requests; empty for the default model.
+        self.mount = mount
         if tokenizer is not None:
             self.tokenizer = tokenizer
         #: The workers; `await router.fleet.facts(url)` returns the capabilities of a worker's engine.
@@ -162,12 +165,12 @@ class Router:
             listener(key)
 
     def base_url(self, scope: Scope) -> str:
-        """Return the URL under which this request's client reaches the router, without a slash at the end.
+        """Return the URL under which this request's client reaches this model, without a slash at the end.
 
         Raises:
             BadRequest: `--public-url` is not set, and the request's `Host` is not a valid authority.
         """
-        return base_url(scope, self.config.public_url)
+        return base_url(scope, self.config.public_url) + self.mount
 
     @functools.cached_property
     def model_config(self) -> Mapping[str, Any]:

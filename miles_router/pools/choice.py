@@ -11,6 +11,7 @@ from miles_router.errors import BadRequest, UnknownModel
 from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.fleet.gate import computes, endpoint
 from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
+from miles_router.settings.trained_models import mount_of
 
 MULTIPART, AUTHORIZATION = b"multipart/", b"authorization"
 
@@ -32,17 +33,20 @@ class PoolChoice:
         """
         path = scope["path"]
         model, key = self._model(scope, body), first_header(scope["headers"], AUTHORIZATION)
-        if model is None:
+        if exchange.mount or path.startswith(SESSION_PREFIX):
+            pool = self._pools.default if exchange.pool is None else self._pools.of_id(exchange.pool)
+            adapter = None if model is None else await self._within(pool, model, key)
+        elif model is None:
             pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
         elif self._pools.named:
             pool, adapter = await self._find(model)
         else:
-            pool, adapter = self._pools.default, await self._adapter(model, key)
+            pool, adapter = self._pools.default, await self._adapter(self._pools.default, model, key)
         default = self._pools.default
-        if pool is not default:
-            if path.startswith(SESSION_PREFIX):
-                raise BadRequest(f"sessions are available only for the model {default.name or models.DEFAULT!r}")
+        if pool is not default and not exchange.mount:
             exchange.pool = pool.name
+            if pool.name in self._pools.trained:
+                exchange.mount = mount_of(pool.name)
         if computes(path) and endpoint(path) not in USUAL.adapter_only_by_field:
             adapter = _with_own(endpoint(path), body, adapter)
         if adapter is None:
@@ -78,10 +82,22 @@ class PoolChoice:
             await each.learn()  # before the search: a name of two pools' models must be found in both
         return self._by_names(model) or await self._by_adapter(model)
 
-    async def _adapter(self, model: str, key: bytes | None) -> str | None:
-        """Return the adapter that `model` names, or None, in a router with one model. That model answers to any name,
-        because agents send names of their own."""
-        pool = self._pools.default
+    async def _within(self, pool: ModelPool, model: str, key: bytes | None) -> str | None:
+        """Return the adapter that `model` names, or None, in a request whose path names the pool or a session of it.
+
+        Raises:
+            BadRequest: it is the name of another pool's model.
+        """
+        if self._pools.named:
+            named = self._pools.find(model) or next(iter(self._by_names(model) or ()), None)
+            if named is not None and named is not pool:
+                own = pool.name or models.DEFAULT
+                raise BadRequest(f"the path is for the model {own!r}, and the request names {model[:SHOWN]!r}")
+        return await self._adapter(pool, model, key)
+
+    async def _adapter(self, pool: ModelPool, model: str, key: bytes | None) -> str | None:
+        """Return the adapter that `model` names, or None, in a request for this pool. It answers to any name, because
+        agents send names of their own."""
         names = pool.names | {models.DEFAULT}
         if model in names:
             return None

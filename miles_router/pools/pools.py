@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from miles_router import tasks
+from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.control.health import HealthMonitor
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
@@ -81,7 +82,7 @@ class ModelPool:
         self.app = app
         self.health = health
         self.running = running
-        #: Whether the pool has ever had a worker.
+        #: Whether the pool has ever had a worker, or is known without one.
         self.peopled = False
         self._facts = Inquiry(self._ask_facts)
         self._adapters = Inquiry(self._ask_adapters)
@@ -178,9 +179,10 @@ class Pools:
     Args:
         default: the name of the default pool.
         make: creates the pool of a name.
+        trained: the names of further pools with middlewares, known before their first worker.
     """
 
-    def __init__(self, default: str, make: Callable[[str], ModelPool]) -> None:
+    def __init__(self, default: str, make: Callable[[str], ModelPool], trained: Iterable[str] = ()) -> None:
         self._make = make
         self._pools: dict[str, ModelPool] = {}
         self._fleets: dict[str, Fleet] = {}
@@ -190,6 +192,10 @@ class Pools:
         #: Whether a middleware serves one model only. Which model must not depend on the worker that registers first.
         self.layered = False
         self.default = self._new(default)
+        #: The names of further pools with middlewares.
+        self.trained = frozenset(trained)
+        for name in sorted(self.trained):
+            self._new(name).peopled = self.named = True
 
     def __iter__(self) -> Iterator[ModelPool]:
         return iter(tuple(self._pools.values()))
@@ -242,6 +248,10 @@ class Pools:
         pool = self._pools.get(name)
         return pool if pool is not None and pool.peopled else None
 
+    def named_as(self, name: str) -> ModelPool:
+        """Return the existing pool of this name."""
+        return self._pools[name]
+
     async def open(self, name: str | None) -> ModelPool:
         """Return the pool of a `model_id`, created if it is new; the default pool for None.
 
@@ -276,14 +286,31 @@ class Pools:
             )
         return pool
 
+    def seen_in(self, scope: Scope) -> list[ModelPool]:
+        """Return the pool that the path of a request names; all pools if it names none."""
+        name = Exchange.of(scope).pool
+        return [*self] if name is None else [self._pools[name]]
+
+    def of_path(self, exchange: Exchange, model_id: str | None) -> ModelPool:
+        """Return the pool of a control request, from its path or its parameter `model_id`. Raises like `of_id`.
+
+        Raises:
+            BadRequest: they differ.
+        """
+        named = exchange.pool
+        if named is not None and model_id not in (None, named):
+            raise BadRequest(f"the path is for the model {named!r}; leave model_id out")
+        return self.of_id(model_id if named is None else named)
+
     def meant(self, parameter: str | None) -> ModelPool:
-        """Return the pool of a request that names no model: the default pool if it has had workers, else the first.
+        """Return the pool of a request that names no model: the default pool if it has had workers, or if others are
+        trained too, else the first.
 
         Raises:
             UnknownModel: there are several, and the request must name one in this parameter.
         """
         peopled = [pool for pool in self if pool.peopled]
-        if self.default.peopled or not peopled:
+        if self.default.peopled or not peopled or self.trained:
             return self.default
         if parameter is not None and len(peopled) > 1:
             raise UnknownModel(f"the request names no model; {self.known()}", parameter)

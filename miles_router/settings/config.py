@@ -21,6 +21,7 @@ from miles_router.fleet.sources import sources_problem
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
 from miles_router.settings.keys import key_problem
+from miles_router.settings.trained_models import default_problem, models_problem
 from miles_router.settings.values import WrongValue, convert, describe, is_none, show
 from miles_router.state.blobs import Sync
 
@@ -124,6 +125,9 @@ class RouterConfig:
     )
     model_id: str | None = setting(
         None, "the model of workers that register without a model_id, and of the middlewares", _model_id
+    )
+    trained_models: tuple[str, ...] = setting(
+        (), "further recorded models, each MODEL_ID=CHECKPOINT, served below /models/MODEL_ID/", models_problem
     )
     middlewares: tuple[MiddlewareSpec, ...] = setting(
         (), "the stack, first listed = outermost; in YAML a list of {path, options}"
@@ -231,6 +235,8 @@ class RouterConfig:
             if check is not None and (problem := check(value)):
                 given = "" if spec.metadata["secret"] else f", got {show(value)}"
                 raise ConfigError(f"{spec.name}: {problem}{given}")
+        if problem := default_problem(self.trained_models, self.model_id):
+            raise ConfigError(f"trained_models: {problem}")
 
 
 FIELDS = {spec.name: spec for spec in fields(RouterConfig)}

@@ -169,7 +169,7 @@ class Forwarding:
             raise Unavailable(f"shard {owner} of the router owns this and is not connected; ask again")
         kept = end_to_end(headers, DROPPED)
         kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
-        target = scope["raw_path"]
+        target = Exchange.of(scope).mount.encode() + scope["raw_path"]
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
         repeatable = method in READING or purpose == ASK or (not once and _is_named_turn(scope["path"], kept))

@@ -186,7 +186,8 @@ class ShardOwners(Owners):
             return None
         if not self._shard.shards.local:
             return url
-        scheme, _, authority = base_url.partition("://")
+        scheme, _, rest = base_url.partition("://")
+        authority = rest.partition("/")[0]
         host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
         return f"{scheme}://{host}:{url.rpartition(':')[2]}"
 

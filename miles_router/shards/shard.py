@@ -256,7 +256,7 @@ class Relay:
         body = await exchange.read(receive)
         headers = [pair for pair in scope["headers"] if pair[0] not in EDGE_HEADERS]
         headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
-        path = scope["raw_path"].decode("latin-1")
+        path = exchange.mount + scope["raw_path"].decode("latin-1")
         answer = await request_leader(self._membership, scope["method"], path, scope["query_string"], headers, body)
         given = raw_headers(answer.fields["headers"])
         await send({"type": "http.response.start", "status": answer.fields["status"], "headers": given})

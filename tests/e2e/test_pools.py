@@ -282,7 +282,7 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         assert judge.log.at(CHAT)[-1].body == chat
         session = (await post(made.router, "/sessions")).json()["session_id"]
         answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
-        assert (answer.status, b"sessions are available only for the model 'actor'" in answer.body) == (400, True)
+        assert (answer.status, b"the path is for the model 'actor'" in answer.body) == (400, True)
 
 
 # Adapters

@@ -110,7 +110,7 @@ class SessionRoutes:
         own = {} if key is None else {"api_key": key}
         alone = self.store.owners.own_url(address)
         if alone is not None:
-            own["owner_url"] = alone
+            own["owner_url"] = alone + Exchange.of(request.scope).mount
         return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url, **own})
 
     async def _list(self, request: Request) -> Response:

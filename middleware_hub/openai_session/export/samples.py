@@ -39,7 +39,7 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, F
 #: The metadata keys that contain why a sample has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
 #: Metadata keys about the session's episode; absent if there is nothing to report.
-EPISODE = ("contract", "end_reason", "stale", "evaluation")
+EPISODE = ("model_id", "contract", "end_reason", "stale", "evaluation")
 #: All metadata keys that the router writes.
 FACTS = (
     *("session_id", "leaf", "build", "mask", "reason", "side_call", "turns", "untrained_turns", "untraced"),
@@ -110,6 +110,7 @@ class SampleMaker:
         build, mask, side_calls: the operator's defaults.
         when_read: called with the samples of a session when a client reads them, each with its leaf; possibly in a
             thread.
+        model_id: the name of the recorded model; None if it has none.
     """
 
     selection: Selection
@@ -119,6 +120,7 @@ class SampleMaker:
     mask: tuple[str, ...] = ()
     side_calls: bool = True
     when_read: Callable[[Session, Iterable[tuple[Turn, Sample]]], None] = lambda session, samples: None
+    model_id: str | None = None
 
     def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
         """Plan the samples of a session in its current state. A leaf gives no sample if nothing was sampled in its line
@@ -145,7 +147,7 @@ class SampleMaker:
             "untraced": list(session.untraced),
         }
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
-        facts |= session.about()
+        facts |= session.about() | ({} if self.model_id is None else {"model_id": self.model_id})
         freshness = session.episode.contract.freshness
         read = partial(self.when_read, session)
         found, rewards = session.history.classified(), session.rewards.by_turn()

@@ -75,14 +75,14 @@ class SessionStore:
         clock: Callable[[], float],
         owners: Owners | None = None,
         *,
-        durable: bool = False,
+        names: HeldNames | None = None,
         equal: Equality = MEANING,
     ) -> None:
         self.bounds = bounds
         self.equal = equal
         #: Tells which process has which session, if there are several processes.
         self.owners = owners or Owners()
-        self._names = HeldNames() if durable else self.owners.held_names("sessions", bounds.sessions)
+        self._names = names or HeldNames()
         self.nbytes = 0
         self.written_ids = WrittenIds()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)

@@ -1,0 +1,281 @@
+"""Two trained models behind one router: each has sessions, texts, samples, metrics and pauses of its own, with its own
+tokenizer, below `/models/MODEL_ID/`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from miles_router.client import RouterClient
+from miles_router.errors import ConfigError
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE, Trial, checkpoint, exactly_recorded
+from tests.support.fleet import JSON, info
+from tests.support.http import Pairs, RawReply
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.session_apis import BOTH, PLAIN, Api, case
+from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, exactly, message_of, qwen3, user
+from tests.support.tokenizers import tokenizer_directory
+
+SOLVER, CODER = "solver", "coder"
+BELOW = f"/models/{CODER}"
+HI = {"text": "Hi", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+
+
+class Below:
+    """A router, as its clients see it whose address ends with a model's name."""
+
+    def __init__(self, router: RunningRouter) -> None:
+        self.url = router.url + BELOW
+        self._router = router
+
+    async def ask(self, method: str, target: str, headers: Pairs = (), body: bytes | None = None) -> RawReply:
+        return await self._router.ask(method, BELOW + target, headers, body)
+
+
+class Scene:
+    """A router that trains two models, with a worker each."""
+
+    def __init__(self, router: RunningRouter, solver: SimulatedWorker, coder: SimulatedWorker) -> None:
+        self.router = router
+        self.workers = {SOLVER: solver, CODER: coder}
+        self.solver = SessionTrial(router, [solver])
+        below: Any = Below(router)
+        self.coder = SessionTrial(below, [coder])
+
+    def texts(self, name: str) -> Trial:
+        return Trial(self.solver.router if name == SOLVER else self.coder.router, self.workers[name])
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {
+        "middlewares": (MiddlewareSpec(SESSIONS), MiddlewareSpec(CACHE)),
+        "model_id": SOLVER,
+        "hf_checkpoint": tokenizer_directory("qwen3"),
+        "trained_models": (f"{CODER}={checkpoint()}",),
+        **more,
+    }
+
+
+@asynccontextmanager
+async def workers_of() -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
+    async with (
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as solver,
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as coder,
+    ):
+        yield solver, coder
+
+
+@asynccontextmanager
+async def scene(**more: Any) -> AsyncIterator[Scene]:
+    async with workers_of() as (solver, coder), running_router(**settings(**more)) as router:
+        yield await registered(router, solver, coder)
+
+
+async def registered(router: RunningRouter, solver: SimulatedWorker, coder: SimulatedWorker) -> Scene:
+    made = Scene(router, solver, coder)
+    assert (await made.solver.ask("POST", "/workers", {"url": solver.url})).status == 201
+    assert (await made.coder.ask("POST", "/workers", {"url": coder.url})).json()["model_id"] == CODER
+    return made
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[Scene]:
+    async with scene() as made:
+        yield made
+
+
+async def test_each_model_has_exact_sessions_in_each_api_under_its_own_address(shared: Scene) -> None:
+    for api in PLAIN:
+        for stream in BOTH:
+            for name, trial in ((SOLVER, shared.solver), (CODER, shared.coder)):
+                with case(api, stream, name):
+                    await two_turns(trial, api, name, stream=stream)
+
+
+async def two_turns(trial: SessionTrial, api: Api, name: str, *, stream: bool) -> None:
+    made = (await trial.ask("POST", "/sessions", {})).json()
+    session, before = made["session_id"], len(trial.worker.log.generations)
+    assert urlsplit(made["base_url"]).path == f"{urlsplit(trial.router.url).path}/sessions/{session}/v1"
+    items: Any = [user("Hi")] if api in PLAIN[:1] or api.path == "/v1/messages" else "Hi"
+    said = await api.turn(trial, session, items, 8, stream=stream)
+    if isinstance(items, list):
+        await api.turn(trial, session, [*items, *said.items, user("Go on")], 8, stream=stream)
+    turns = list(trial.worker.log.generations)[before:]
+    (sample,) = await trial.samples(session)
+    exactly(sample, *turns)
+    assert sample["metadata"]["model_id"] == name
+
+
+async def test_texts_of_a_model_are_found_under_its_address_and_by_its_name(shared: Scene) -> None:
+    for name in (SOLVER, CODER):
+        texts = shared.texts(name)
+        for body in ({}, {"model": name}):
+            with case(name, body):
+                answer = await texts.generate(**HI, **body)
+                await exactly_recorded(texts, answer, texts.given()[0])
+                first = texts.given()[0] + answer["output_ids"]
+                longer = HI["text"] + answer["text"] + " and on"
+                again = await texts.generate(**{**HI, "text": longer}, **body)
+                assert texts.given()[0][: len(first)] == first
+                await exactly_recorded(texts, again, texts.given()[0])
+        other = shared.texts(SOLVER if name == CODER else CODER)
+        found = await other.post("/retrieve_from_text", {"rid": answer["meta_info"]["id"]})
+        assert found.status == 404
+
+
+async def test_a_request_at_the_root_is_recorded_for_the_model_that_it_names(shared: Scene) -> None:
+    at_root = Trial(shared.router, shared.workers[CODER])
+    answer = await at_root.generate(**HI, model=CODER)
+    await exactly_recorded(shared.texts(CODER), answer, at_root.given()[0])
+    named = [("X-Session-Id", "by-header")]
+    body = {"model": CODER, "messages": [user("Hi")], "max_tokens": 4}
+    assert (await shared.solver.ask("POST", CHAT, body, named)).status == 200
+    (sample,) = await shared.coder.samples("by-header")
+    exactly(sample, shared.workers[CODER].log.generations[-1])
+    assert (await shared.solver.ask("GET", "/sessions/by-header")).status == 404
+
+
+async def test_sessions_of_one_name_are_two_and_no_model_answers_for_another(shared: Scene) -> None:
+    for trial in (shared.solver, shared.coder):
+        await trial.create("same")
+        await trial.chat("same", [user("Hi")])
+    for trial in (shared.solver, shared.coder):
+        listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
+        assert [each["turns"] for each in listed if each["session_id"] == "same"] == [1]
+        (sample,) = await trial.samples("same")
+        exactly(sample, trial.worker.log.generations[-1])
+    asked = {name: len(worker.log.generations) for name, worker in shared.workers.items()}
+    for trial, other in ((shared.solver, CODER), (shared.coder, SOLVER)):
+        refused = await trial.turn("same", [user("Hi")], model=other)
+        assert (refused.status, other in refused.json()["error"]["message"]) == (400, True)
+    assert {name: len(worker.log.generations) for name, worker in shared.workers.items()} == asked
+    assert (await shared.coder.turn("same", [user("Hi")], model="gpt-4")).status == 200
+
+
+async def test_a_paused_model_does_not_stop_the_other(shared: Scene) -> None:
+    assert (await shared.coder.ask("POST", "/pause_generation", {})).status == 200
+    try:
+        assert shared.workers[CODER].log.at("/pause_generation")
+        assert not shared.workers[SOLVER].log.at("/pause_generation")
+        await shared.solver.chat(await shared.solver.create(), [user("Hi")])
+    finally:
+        assert (await shared.coder.ask("POST", "/continue_generation", {})).status == 200
+    wrong = await shared.coder.ask("POST", f"/pause_generation?model_id={SOLVER}", {})
+    assert (wrong.status, "leave model_id out" in wrong.json()["error"]["message"]) == (400, True)
+
+
+async def test_what_an_address_of_a_model_shows_is_of_that_model(shared: Scene) -> None:
+    for trial in (shared.solver, shared.coder):
+        await trial.chat(await trial.create(), [user("Hi")])
+    (worker,) = (await shared.coder.ask("GET", "/workers")).json()["workers"]
+    assert worker["url"] == shared.workers[CODER].url
+    assert (await shared.coder.ask("GET", "/list_workers")).json()["urls"] == [worker["url"]]
+    assert (await shared.coder.ask("GET", "/readiness")).json()["workers_total"] == 1
+    assert len((await shared.router.ask("GET", "/workers")).json()["workers"]) == 2
+    ids = {
+        name: {each["id"] for each in (await trial.ask("GET", "/router/episodes?kind=session")).json()["episodes"]}
+        for name, trial in ((SOLVER, shared.solver), (CODER, shared.coder))
+    }
+    assert ids[CODER]
+    assert ids[SOLVER]
+    assert ids[CODER] & ids[SOLVER] <= {"same"}
+    told = (await info(shared.router))["statistics"]
+    assert told[f"openai_sessions:{CODER}"]["turns"] > 0
+    text = (await shared.router.ask("GET", "/metrics")).body.decode()
+    lines = [line for line in text.splitlines() if line.startswith("miles_router_sessions_turns_total")]
+    assert sorted(line.rpartition(" ")[0] for line in lines) == [
+        "miles_router_sessions_turns_total",
+        'miles_router_sessions_turns_total{model_id="coder"}',
+    ]
+
+
+async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> None:
+    for path in ("/models/other/sessions", f"{BELOW}", "/models/"):
+        with case(path):
+            answer = await shared.router.ask("POST", path, JSON, b"{}")
+            assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_the_client_speaks_to_one_model(shared: Scene) -> None:
+    async with RouterClient(f"{shared.router.url}{BELOW}") as client:
+        session = await client.create_session()
+        assert session.base_url.startswith(f"{shared.router.url}{BELOW}/sessions/")
+        await shared.coder.chat(session.id, [user("Hi")])
+        paused = len(shared.workers[CODER].log.at("/pause_generation"))
+        async with client.paused():
+            assert len(shared.workers[CODER].log.at("/pause_generation")) == paused + 1
+
+
+async def test_sessions_and_texts_of_each_model_survive_a_restart(tmp_path: Path) -> None:
+    more = {"state_dir": str(tmp_path)}
+    async with workers_of() as (solver, coder):
+        async with running_router(**settings(**more)) as router:
+            made = await registered(router, solver, coder)
+            before = []
+            for trial in (made.solver, made.coder):
+                await trial.create("same")
+                answer = await trial.chat("same", [user("Hi")])
+                before.append((await trial.samples("same"))[0])
+            rids = [(await made.texts(name).generate(**HI))["meta_info"]["id"] for name in made.workers]
+            texts = [await made.texts(name).retrieve(rid=rid) for name, rid in zip(made.workers, rids, strict=True)]
+        async with running_router(**settings(**more)) as router:
+            made = Scene(router, solver, coder)
+            for trial, sample in zip((made.solver, made.coder), before, strict=True):
+                listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
+                assert [each["session_id"] for each in listed] == ["same"]
+                assert (await trial.samples("same")) == [sample]
+            again = [await made.texts(name).retrieve(rid=rid) for name, rid in zip(made.workers, rids, strict=True)]
+            assert again == texts
+            history = [user("Hi"), message_of(answer), user("Go on")]
+            await made.coder.chat("same", history)
+            (sample,) = await made.coder.samples("same")
+            assert sample["tokens"][: len(before[1]["tokens"])] == before[1]["tokens"]
+
+
+async def test_a_sessions_key_opens_that_session_of_its_model_alone() -> None:
+    data: Pairs = [("Authorization", "Bearer data")]
+    async with workers_of() as (solver, coder), running_router(**settings(api_key="data")) as router:
+        made = Scene(router, solver, coder)
+        assert (await made.coder.ask("POST", "/workers", {"url": coder.url}, data)).status == 201
+        created = await made.coder.ask("POST", "/sessions", {"session_id": "s", "contract": {"key": True}}, data)
+        own: Pairs = [("Authorization", f"Bearer {created.json()['api_key']}")]
+        assert (await made.coder.turn("s", [user("Hi")], own)).status == 200
+        assert (await made.solver.turn("s", [user("Hi")], own)).status == 401
+        assert (await made.coder.ask("GET", "/sessions", headers=own)).status == 401
+        assert (await made.coder.ask("POST", "/pause_generation", {}, own)).status == 401
+        assert (await made.coder.ask("POST", "/sessions", {})).status == 401
+
+
+async def test_before_its_first_worker_a_model_has_sessions_and_no_answers() -> None:
+    async with workers_of() as (solver, coder), running_router(**settings()) as router:
+        made = Scene(router, solver, coder)
+        assert (await made.solver.ask("POST", "/workers", {"url": solver.url})).status == 201
+        answer = await made.coder.turn(await made.coder.create(), [user("Hi")])
+        assert (answer.status, answer.error_type) == (503, "no_worker_available")
+        assert (await made.coder.ask("GET", "/readiness")).status == 503
+        by_name = await made.router.ask("POST", "/generate", JSON, b'{"model": "coder", "text": "Hi"}')
+        assert by_name.status == 503
+        assert not solver.log.generations
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"trained_models": ("coder=/c",)}, "set --model-id"),
+        ({"model_id": "coder", "trained_models": ("coder=/c",)}, "is the default model already"),
+        ({"model_id": "a", "trained_models": ("coder=/c", "coder=/d")}, "there twice"),
+        ({"model_id": "a", "trained_models": ("coder",)}, "MODEL_ID=CHECKPOINT"),
+        ({"model_id": "a", "trained_models": ("org/coder=/c",)}, "MODEL_ID=CHECKPOINT"),
+        ({"model_id": "a", "trained_models": ("..=/c",)}, "MODEL_ID=CHECKPOINT"),
+    ],
+)
+def test_settings_that_name_no_models_are_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        RouterConfig(**given)
