@@ -210,18 +210,18 @@ class RadixTreeCache:
         `match` is the prefix that its prompt reused: tokens taken from there need no comparison.
         """
         parent, reused, reused_chars = self._find_parent(record, match)
-        if len(record.trajectory) - reused + ENTRY_CHARGE > self._max_tokens:
-            self.statistics.refused += 1
-            return None
-        self._clock += 1
         entry = Entry(
             record,
             parent=parent,
             reused=reused,
             reused_chars=reused_chars,
             rank=self._rank(record.trajectory),
-            serial=self._clock,
+            serial=self._clock + 1,
         )
+        if entry.charge + ENTRY_CHARGE > self._max_tokens:
+            self.statistics.refused += 1
+            return None
+        self._clock += 1
         self._insert(entry, record.text)
         self.statistics.recorded += 1
         self.statistics.partial += not entry.finished

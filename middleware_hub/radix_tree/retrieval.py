@@ -89,7 +89,8 @@ class Retrieval:
             else:
                 shown = bool(asked.get("return_logp", True))
                 write, media_type = partial(_write_json, found, many=texts is not None, with_logprobs=shown), JSON
-            large = sum(map(len, found)) > AT_ONCE
+            # In bytes, because a sampling mask may have far more ids than the text has tokens.
+            large = sum(each.trajectory.nbytes for each in found) > 4 * AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
     async def _answer_process(self, asked: Mapping[str, Any]) -> list[Any]:

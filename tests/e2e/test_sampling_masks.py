@@ -15,15 +15,27 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import sample as samples_format
 from miles_router.trajectory.retrieved import read_safetensors
+from tests.support.bare_calls import DATED, a_trial
 from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial, trial_before
 from tests.support.cuts import cut, cuttable
 from tests.support.fleet import JSON, post
 from tests.support.http import RawReply
 from tests.support.restarts import StateDirectories
+from tests.support.scripted_chat import able, chat_reply, meta_of
 from tests.support.scripted_worker import reply, script
 from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api, case
-from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, message_of, user
+from tests.support.session_trial import (
+    CHAT,
+    SESSIONS,
+    SessionTrial,
+    by_ids,
+    message_of,
+    qwen3,
+    simulated_sessions,
+    user,
+)
+from tests.support.simulated_vllm import SimulatedVLLM
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
@@ -92,6 +104,18 @@ async def test_a_text_with_a_turn_without_one_says_so_and_a_plain_one_has_none(s
         found = await trial.retrieve(text=text + more["text"])
         assert "sampling_mask" not in found
         assert found["sampling_mask_missing"] == 12
+
+
+async def test_one_with_more_ids_than_the_cache_holds_evicts_nothing(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        trial = await trial_before(stage, worker, max_tokens=1500)
+        rids = [(await trial.generate(input_ids=[each, each]))["meta_info"]["id"] for each in (20, 30, 40)]
+        params = {"max_new_tokens": 200, "ignore_eos": True, "top_k": 20}
+        large = await trial.generate(input_ids=[50, 50], sampling_params=params, **ASKED)
+        assert [(await trial.retrieve(rid=rid))["matched_tokens"] for rid in rids] == [8, 8, 8]
+        assert trial.statistics()["refused"] == 1
+        found = await trial.post("/retrieve_from_text", {"rid": large["meta_info"]["id"]})
+        assert found.status == 404
 
 
 async def test_siblings_that_differ_in_their_masks_alone_keep_their_own(stage: Stage) -> None:
@@ -198,6 +222,38 @@ async def test_an_engine_that_ignores_the_field_is_found_out(stage: Stage) -> No
             assert (await trial.post("/generate", body)).status == 200
             found = await trial.post("/retrieve_from_text", {"rid": f"{mask} {asked}"})
             assert (found.status == 200) is kept
+
+
+async def test_an_answer_parsed_anew_keeps_its_masks(stage: Stage) -> None:
+    """SGLang's parser failed at an escape in a call. SGLang refuses masks where `return_meta_info` is missing."""
+    worker = able(await stage.worker())
+    trial, tokens = await a_trial(stage, worker), qwen3().encode(DATED)
+    meta = {**meta_of(tokens), MASK: [[each] for each in tokens]}
+    again = script(chat_reply(tokens, DATED, finish_reason="stop", meta_info=meta))
+    for path in (CHAT, MESSAGES, RESPONSES):
+        for stream in (False, True):
+            with case(path, stream):
+                worker.next(script(reply(b"Internal Server Error", status=500)), script(chat_reply([1], "x")), again)
+                api, session, before = Api(path), await trial.create(contract=CONTRACT), len(worker.requests)
+                tools = api.tools("get_date")
+                assert (await api.ask(trial, session, 64, stream=stream, tools=tools)).status == 200
+                asked = [orjson.loads(each.body) for each in worker.requests[before:]]
+                assert len(asked) == 3
+                assert all(each.get("return_meta_info") for each in asked if each.get("return_sampling_mask"))
+                (sample,) = await trial.samples(session)
+                assert sets(sample["sampling_mask"]) == [[each] for each in sample["tokens"]]
+
+
+async def test_an_engine_without_masks_refuses_a_turn_unsampled(stage: Stage) -> None:
+    async with SimulatedVLLM(checkpoint()).running() as vllm, simulated_sessions(stage, **by_ids(4096)) as jax:
+        router = await stage.router(vllm.url, middlewares=(MiddlewareSpec(SESSIONS),), hf_checkpoint=checkpoint())
+        for trial, sampled in ((SessionTrial(router, []), vllm.sampled), (jax, jax.worker.log.at("/generate"))):
+            for path in (CHAT, MESSAGES, RESPONSES):
+                for stream in (False, True):
+                    with case(trial is jax, path, stream):
+                        answer = await Api(path).ask(trial, await trial.create(contract=CONTRACT), 4, stream=stream)
+                        assert (answer.status, sampled) == (501, [])
+                        assert b"does not support return_sampling_mask" in answer.body
 
 
 async def test_what_does_not_tell_masks_refuses_them_by_name(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
-from miles_router.engines.answers import LOGPROBS, MALFORMED, UNFINISHED, UnreadableAnswer, in_words
+from miles_router.engines.answers import ASKS_FOR_MASK, LOGPROBS, MALFORMED, UNFINISHED, UnreadableAnswer, in_words
 from miles_router.engines.engine import CannotServe, Parse, Translation
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import IDS, PARAMS, stop_strings
@@ -42,7 +42,7 @@ SAMPLING: Mapping[str, str] = {
 OTHER_FIELDS = frozenset(
     (
         *("stream", "rid", "lora_path", "priority", "extra_key", "cache_salt", "custom_logit_processor"),
-        *("session_params", "return_hidden_states", "max_thinking_tokens"),
+        *("session_params", "return_hidden_states", "max_thinking_tokens", ASKS_FOR_MASK),
         *(name for fields in ROW_FIELDS.values() for name in (fields.wanted, fields.start) if name is not None),
     )
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, in_words
+from miles_router.engines.answers import ASKS_FOR_MASK, MALFORMED, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat import PROMPT_OF_WHOLE
 from miles_router.engines.openai.chat_parts import constraint_of, looks_for_calls
@@ -30,8 +30,9 @@ def can_parse_locally(fields: Mapping[str, Any], parsers: Parsers, facts: Facts)
 
 
 def prompt_request(fields: Mapping[str, Any]) -> bytes:
-    """Return a request for the ids of the prompt. It samples one token, so that no parser fails."""
-    left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "rid")
+    """Return a request for the ids of the prompt. It samples one token, so that no parser fails, and asks for no
+    sampling mask, which SGLang refuses without `return_meta_info`."""
+    left_out = ("stream", "stream_options", "max_completion_tokens", "min_tokens", "rid", ASKS_FOR_MASK)
     sent = {name: value for name, value in fields.items() if name not in left_out}
     return orjson.dumps({**sent, "max_tokens": 1, PROMPT_OF_WHOLE: True})
 
