@@ -88,7 +88,7 @@ class PoolChoice:
         Raises:
             BadRequest: it is the name of another pool's model.
         """
-        if self._pools.named:
+        if self._pools.named and model != models.DEFAULT:
             named = self._pools.find(model) or next(iter(self._by_names(model) or ()), None)
             if named is not None and named is not pool:
                 own = pool.name or models.DEFAULT

@@ -156,7 +156,9 @@ async def test_sessions_of_one_name_are_two_and_no_model_answers_for_another(sha
         refused = await trial.turn("same", [user("Hi")], model=other)
         assert (refused.status, other in refused.json()["error"]["message"]) == (400, True)
     assert {name: len(worker.log.generations) for name, worker in shared.workers.items()} == asked
-    assert (await shared.coder.turn("same", [user("Hi")], model="gpt-4")).status == 200
+    for name in ("gpt-4", "default", "m"):
+        with case(name):
+            assert (await shared.coder.turn("same", [user("Hi")], model=name)).status == 200
 
 
 async def test_a_paused_model_does_not_stop_the_other(shared: Scene) -> None:

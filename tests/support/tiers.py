@@ -62,6 +62,7 @@ HEAVY = frozenset(
         "tests/e2e/test_real_stalls.py",
         "tests/e2e/test_session_contract_real_sglang.py",
         "tests/e2e/test_teachers_real_sglang.py",
+        "tests/e2e/test_trained_models_real_sglang.py",
         "tests/e2e/test_vllm.py",
         "tests/e2e/test_weight_updates.py",
         "tests/training/test_training.py",
