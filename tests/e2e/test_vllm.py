@@ -308,6 +308,30 @@ async def test_completions_are_recorded(stage: Stage, engines: Engines) -> None:
         await client.is_scored(sample["tokens"], sample["loss_mask"], sample["logprobs"])
 
 
+async def test_an_episode_is_accounted_for_rewarded_and_scored_and_an_evaluation_apart(
+    stage: Stage, engines: Engines
+) -> None:
+    async with layered(stage, engines, SESSIONS, model_id="m") as client:
+        request = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "ignore_eos": True}
+        session = (await client.post("/sessions"))["session_id"]
+        await client.post(f"/sessions/{session}{CHATS}", **request)
+        rewarded = await client.ask("POST", f"/sessions/{session}/rewards", [{"turn": 0, "reward": 0.5}])
+        assert rewarded.status == 200
+        wanted = {"format": "json", "per_token": ["reward"], "teacher": {"model": "m"}}
+        (sample,) = (await client.post(f"/sessions/{session}/samples", **wanted))["samples"]
+        (turn,) = sample["metadata"]["turns"]
+        assert turn["parsed"] == "whole"
+        last = len(sample["tokens"]) - 1
+        assert [place for place, value in enumerate(sample["per_token"]["reward"]) if value] == [last]
+        scored = [score for score, mask in zip(sample["teacher_logprobs"], sample["loss_mask"], strict=True) if mask]
+        own = [each for each, mask in zip(sample["logprobs"], sample["loss_mask"], strict=True) if mask]
+        assert scored == pytest.approx(own, abs=0.05), "the model is its own teacher"
+        apart = (await client.post("/sessions", evaluation=True))["session_id"]
+        await client.post(f"/sessions/{apart}{CHATS}", **request)
+        assert [each["session_id"] for each in (await client.get("/sessions"))["sessions"]] == [session]
+        assert (await client.get(f"/sessions/{apart}"))["metadata"]["evaluation"]
+
+
 # Adapters, updates and fleets
 
 
