@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,12 +16,13 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_evaluations import TEXT, refused, update
 from tests.e2e.test_sampling_masks import ASKED, CONTRACT, MASK, PARAMS, TOP_K, fits, last_event, sets
+from tests.e2e.test_session_restarts import Restarts
 from tests.e2e.test_teachers import in_the_loss, own_words
 from tests.support.cache_trial import CACHE
 from tests.support.http import ask, whole_or_cut
 from tests.support.pairs import Halves, halves
 from tests.support.session_apis import BOTH, COMPLETIONS, PLAIN, TALKS, Api, case
-from tests.support.session_trial import CHAT, JSON, SessionTrial, qwen3, session_trial, user
+from tests.support.session_trial import CHAT, JSON, SessionTrial, message_of, qwen3, session_trial, user
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
@@ -257,6 +259,19 @@ async def test_an_adapter_that_is_loaded_within_a_cut_evaluation_ends_it(stage: 
                 assert stream or reply.status == 409
                 assert b"adapter one was loaded or unloaded" in reply.body
                 assert await trial.records(session) == []
+
+
+async def test_an_adapter_may_have_changed_before_a_restart(tmp_path: Path) -> None:
+    async with SimulatedWorker(**OPTIONS, enable_lora=True) as worker:
+        restarts = Restarts(worker, tmp_path)
+        async with restarts.started() as before:
+            await load(before, "one")
+            named, base = await before.create(evaluation=True), await before.create(evaluation=True)
+            history = [*HI, message_of(await before.chat(named, HI, **LORA)), user("More")]
+            others = [*HI, message_of(await before.chat(base, HI)), user("More")]
+        async with restarts.started() as after:
+            assert "adapter one may have changed" in refused(await after.turn(named, history, **LORA))
+            await after.chat(base, others)
 
 
 # Rewards of turns, and what the parser did
