@@ -32,7 +32,8 @@ HI = [user("Hi")]
 MODEL = "m"
 OPTIONS: Any = {"tokenizer": qwen3(), "weight_version": "1"}
 #: What a request to the fleet with adapters adds, and what a session's contract there has.
-LORA, OF_LORA = {"lora_path": "one"}, {"model": {"lora": "one"}}
+LORA: Any = {"lora_path": "one"}
+OF_LORA = {"model": {"lora": "one"}}
 
 
 class Unlike(SessionTrial):
@@ -43,8 +44,8 @@ class Unlike(SessionTrial):
 
     async def begin(self, contract: Any = None, **fields: Any) -> str:
         """Make a session; that of a fleet with adapters has one by its contract."""
-        fixed = {**(contract or {}), **(OF_LORA if self.asks else {})}
-        return await self.create(**({"contract": fixed} if fixed else {}), **fields)
+        fixed: Any = {**(contract or {}), **(OF_LORA if self.asks else {})}
+        return await self.create(**({"contract": fixed, **fields} if fixed else fields))
 
     async def generate(self, *headers: tuple[str, str], **body: Any) -> Any:
         reply = await self.ask("POST", "/generate", {**body, **self.asks}, headers)
