@@ -122,7 +122,8 @@ class RadixTreeMiddleware:
         if asks_for_evaluation(scope["headers"]):
             self.router.owners.prefer(scope)
             self.cache.statistics.passed_through["evaluation"] += 1
-            await EvaluationTap(send, self.router, exchange).call(self.app, scope, replay(body, receive))
+            tap = EvaluationTap(send, self.router, exchange, body)
+            await tap.call(self.app, scope, replay(body, receive))
             return
         try:
             request = read_request(exchange.loads(body))
@@ -153,10 +154,10 @@ class RadixTreeMiddleware:
             rollouts = until_answered.enter_context(self._rollouts.track(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0
             heartbeat = await until_answered.enter_async_context(Heartbeat(send, exchange, HeartbeatForm(), seconds))
-            tap = AnswerTap(
+            recording = AnswerTap(
                 heartbeat.send, self.router, self._recorder, exchange, request, prompts, deliveries, rollouts
             )
-            await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
+            await recording.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 
 def _kept_cache(prompts: Sequence[TokenizedText]) -> int | None:

@@ -215,9 +215,13 @@ class RealWorker:
             response.read()
 
 
+#: Without it, the halves of a pair refuse requests for sampling masks.
+MASKS = {"SGLANG_ENABLE_DISAGG_SAMPLING_MASK": "1"}
+
+
 @contextlib.contextmanager
 def real_pair(*flags: str, moe: bool = False, prefills: int = 1, decodes: int = 1) -> Iterator[RealHalves]:
-    """So many halves of prefill/decode pairs, started side by side and all ready."""
+    """So many halves of prefill/decode pairs, started side by side and all ready. They tell sampling masks."""
     parts = ("--transfer-parts", str(transfer_parts()), "--disaggregation-transfer-backend", "mooncake")
     ports = free_ports(prefills)
     with contextlib.ExitStack() as stack:
@@ -226,7 +230,7 @@ def real_pair(*flags: str, moe: bool = False, prefills: int = 1, decodes: int = 
             # Else a decode half wants 10 GB of the host for what it retracts.
             backup = ("--disaggregation-decode-retraction-backup", "cpu_tensor") if mode == "decode" else ()
             own = (MODE, mode, "--disaggregation-bootstrap-port", str(port), *backup)
-            worker = RealWorker.start(*parts, *own, *flags, moe=moe)
+            worker = RealWorker.start(*parts, *own, *flags, moe=moe, environment=MASKS)
             stack.callback(worker.kill)
             return worker
 

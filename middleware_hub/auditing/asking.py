@@ -35,12 +35,14 @@ class NotRecomputed(Exception):
     Attributes:
         reason: a code.
         message: the engine's own message, or empty.
+        status: the status of the engine's refusal, or None.
     """
 
-    def __init__(self, reason: str, message: str = "") -> None:
+    def __init__(self, reason: str, message: str = "", status: int | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.message = message
+        self.status = status
 
 
 class Recomputation(NamedTuple):
@@ -138,7 +140,7 @@ class Asker:
             async with self._at_once:
                 status, answer, worker = await self._forward(body, limit, avoided)
             if status != 200:
-                raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
+                raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"), status)
             try:
                 found = await asyncio.to_thread(read, answer) if len(answer) > READ_HERE else read(answer)
             except RecomputationCut:

@@ -10,6 +10,7 @@ import numpy as np
 
 from middleware_hub.auditing.asking import Asker, NotRecomputed
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
+from miles_router.engines.models import adapter_of
 from miles_router.engines.recomputing import Likeliest
 from miles_router.errors import BadRequest, Conflict, UpstreamError
 from miles_router.middlewares import Router
@@ -23,12 +24,15 @@ FIELDS = frozenset({"model", "top_k"})
 AT_ONCE = 16
 #: The most likeliest tokens of a position; the most tokens of a request, and likeliest tokens of all positions.
 MOST_TOP_K, MOST_TOKENS = 128, 1 << 21
+#: The status of an engine that does not have the adapter.
+BAD_REQUEST = 400
 #: The most characters of an engine's refusal.
 SHOWN_CHARS = 500
 
 
 class TeacherRequest(NamedTuple):
-    """The field `teacher` of a request: the `model_id` of a pool, and how many of the likeliest tokens to return."""
+    """The field `teacher` of a request: the `model_id` of a pool, or `MODEL_ID:ADAPTER`, and how many of the likeliest
+    tokens to return."""
 
     model: str
     top_k: int = 0
@@ -75,27 +79,32 @@ class Teachers:
             UnknownModel: there is no pool of this name.
             Conflict: a worker of the pool has another tokenizer.
         """
-        model = wanted.model
+        pools = self._router.fleets
+        named = None if wanted.model in pools else adapter_of(wanted.model, pools.keys() - {""})
+        model, adapter = named or (wanted.model, "")
         router = self._router.of_model(model)
         if differences := await self._agreement.differences(model):
             raise Conflict(f"{TEACHER} {model!r} does not read the ids of this model: {'; '.join(differences)}")
         if model not in self._askers:
             self._askers[model] = Asker(router, AT_ONCE)
-        return Teacher(wanted, self._askers[model])
+        return Teacher(wanted, self._askers[model], adapter)
 
 
 class Teacher:
-    """A pool that scores the tokens of trajectories for one request."""
+    """A pool that scores the tokens of trajectories for one request, with its base weights or with an adapter. The
+    adapters that sampled them do not matter."""
 
-    def __init__(self, wanted: TeacherRequest, asker: Asker) -> None:
+    def __init__(self, wanted: TeacherRequest, asker: Asker, adapter: str) -> None:
         self._model, self._top_k = wanted
         self._asker = asker
+        self._adapter = adapter
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[TeacherScores]:
         """Return the scores of trajectories, in their order.
 
         Raises:
-            BadRequest: they have too many tokens for one request, or one exceeds the context of the pool's engines.
+            BadRequest: they have too many tokens for one request, one exceeds the context of the pool's engines, or the
+                engines refuse the adapter.
             UpstreamError: an engine did not return the logprobs.
             RouterError: no worker can be asked.
         """
@@ -129,10 +138,12 @@ class Teacher:
         if length:
             first = int(sampled[0])
             try:
-                found = await self._asker.recompute(trajectory.tokens[:length], first - 1, top_k=self._top_k)
+                ids = trajectory.tokens[:length]
+                found = await self._asker.recompute(ids, first - 1, self._adapter, top_k=self._top_k)
             except NotRecomputed as failure:
                 said = f"{failure.reason} {failure.message[:SHOWN_CHARS]}".strip()
-                raise UpstreamError(f"{TEACHER} {self._model!r} returned no logprobs: {said}") from None
+                kind = BadRequest if self._adapter and failure.status == BAD_REQUEST else UpstreamError
+                raise kind(f"{TEACHER} {self._model!r} returned no logprobs: {said}") from None
             logprobs[sampled], scores["weight_version"] = found.logprobs[sampled - first], found.version
             if found.likeliest is not None:
                 likeliest = Likeliest(*(array[sampled - first] for array in found.likeliest))

@@ -8,6 +8,8 @@ from typing import Any
 import orjson
 
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, progress_of, version_runs
+from miles_router.engines.client_json import read_json
+from miles_router.engines.models import own_adapters
 from miles_router.errors import WeightsChanged
 from miles_router.middlewares import Event, Exchange, Kind, Receive, Router, Scope, Send, Tap, write_event
 from miles_router.middlewares.generation import Evaluation
@@ -18,11 +20,13 @@ class EvaluationTap(Tap):
 
     layer = "radix_tree"
 
-    def __init__(self, send: Send, router: Router, exchange: Exchange) -> None:
+    def __init__(self, send: Send, router: Router, exchange: Exchange, body: bytes) -> None:
         super().__init__(send, router.metrics)
         self._pool = router.pool
         self._exchange = exchange
-        self._evaluation = exchange.routing.evaluation = Evaluation(router.pool)
+        own = own_adapters(body, read_json) or exchange.adapter
+        adapters = [each for each in (own if isinstance(own, list) else [own]) if each and isinstance(each, str)]
+        self._evaluation = exchange.routing.evaluation = Evaluation(router.fleet, adapters=adapters)
 
     async def call(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], scope: Scope, receive: Receive

@@ -14,7 +14,7 @@ from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, merge_outcomes, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
-from miles_router.engines.actions import Abort, Action, ChangeAdapter, Continue, NameVersion, Pause
+from miles_router.engines.actions import Abort, Action, Continue, NameVersion, Pause
 from miles_router.engines.client_json import read_json
 from miles_router.engines.control import BadArguments, ControlRequest
 from miles_router.engines.known import CONTROL, USUAL, ReadOrder, own_request
@@ -24,9 +24,6 @@ from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
-
-#: Longest adapter name that is remembered, in characters.
-MAX_ADAPTER_NAME = 512
 
 
 class Control:
@@ -107,11 +104,7 @@ class Control:
                     if effect.blocks_joins:
                         await self.save_standstill()
         self.sent += 1
-        answer = merge_outcomes(outcomes, request_id)
-        adapter = action.name if isinstance(action, ChangeAdapter) else None
-        if adapter is not None and len(adapter) <= MAX_ADAPTER_NAME and any(outcome.ok for outcome in outcomes):
-            self._fleet.note_adapters([adapter])
-        return answer
+        return merge_outcomes(outcomes, request_id)
 
     async def save_standstill(self) -> None:
         """Make durable whether the fleet is paused or asleep. A failure is only logged: after a restart, the router may

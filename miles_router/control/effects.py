@@ -63,5 +63,7 @@ def effect_of(action: Action) -> Effect:
             return Effect(partial(weights.name_version, version=version))
         case Update():
             return Effect(partial(weights.update, action=action))
-        case ChangeAdapter() | Other():
+        case ChangeAdapter():
+            return Effect(partial(weights.change_adapter, action=action))
+        case Other():
             return Effect()

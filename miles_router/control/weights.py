@@ -1,22 +1,25 @@
-"""Weight updates: run them on all workers, follow the fleet's weight version, and distrust probes that ran
-meanwhile."""
+"""Weight updates: run them on all workers, follow the fleet's weight version, and distrust probes that ran meanwhile.
+Adapters are loaded and unloaded beside these versions."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from miles_router.control import standstill
-from miles_router.control.call import Call
+from miles_router.control.call import Call, ask_all
 from miles_router.control.fan_out import Outcome
-from miles_router.engines.actions import Flush, NameVersion, Update
+from miles_router.engines.actions import ChangeAdapter, Flush, NameVersion, Update
 from miles_router.fleet.workers import Worker
 
 logger = logging.getLogger(__name__)
 
+#: Longest adapter name that is remembered, in characters.
+MAX_ADAPTER_NAME = 512
 FLUSHED_LATER = b'{"success":true,"message":"The weights were updated, and the cache was flushed a moment later."}'
 
 
@@ -88,6 +91,21 @@ async def _retry_flush(call: Call, outcomes: list[Outcome], changed: Sequence[Wo
     replies = await standstill.ask_to_flush(call, changed, partial(call.send_action, action=Flush(), brief=True))
     updated = {outcome.worker for outcome in replies if outcome.ok}
     return [replace(each, status=200, body=FLUSHED_LATER) if each.worker in updated else each for each in outcomes]
+
+
+async def change_adapter(call: Call, action: ChangeAdapter) -> list[Outcome]:
+    """Load or unload an adapter on all workers. Note when, before and after, since evaluations must not mix its old and
+    new weights. If the request has no readable name, any known adapter may change."""
+    fleet = call.fleet
+    names = [*fleet.adapter_names] if action.name is None else [action.name]
+    known = [name for name in names if name in fleet.adapter_names]
+    fleet.note_adapters(known, time.time())
+    await fleet.wait_until_applied()
+    outcomes = await ask_all(call)
+    loaded = any(outcome.ok for outcome in outcomes)
+    changed = [name for name in names if len(name) <= MAX_ADAPTER_NAME] if loaded else known
+    fleet.note_adapters(changed, time.time())
+    return outcomes
 
 
 async def flush(call: Call) -> list[Outcome]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.headers import RawHeaders, first_header
 from miles_router.errors import BadRequest, WeightsChanged
 
 if TYPE_CHECKING:
-    from miles_router.fleet.pool import WorkerPool
+    from miles_router.fleet.fleet import Fleet
 
 HEADER = b"x-evaluation"
 AGAIN = "begin the episode again to evaluate the newer weights"
@@ -19,12 +21,24 @@ class Evaluation:
 
     Args:
         version: the version that sampled earlier turns of the episode; None if the first worker decides.
+        began: when the first turn of the episode was answered (Unix seconds); None if this request is the first.
+        adapters: the LoRA adapters of the request. They have no versions, and must not be loaded or unloaded meanwhile.
         waits: whether the request waits at the gate while the fleet has another version, instead of being refused.
     """
 
-    def __init__(self, pool: WorkerPool, version: str | None = None, *, waits: bool = False) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        version: str | None = None,
+        began: float | None = None,
+        *,
+        adapters: Collection[str] = (),
+        waits: bool = False,
+    ) -> None:
         self.version = version
-        self._pool = pool
+        self.adapters = adapters
+        self._fleet, self._pool = fleet, fleet.pool
+        self._began = began
         self._waits = waits
 
     @property
@@ -38,14 +52,24 @@ class Evaluation:
         is unknown and passes.
 
         Raises:
-            WeightsChanged: a version differs, or the fleet's weights have no name that would tell them apart.
+            WeightsChanged: a version differs, the fleet's weights have no name that would tell them apart, or an
+                adapter may have been loaded or unloaded since the first check.
         """
+        self._check_adapters()
         if self._pool.unnamed_weights:
             raise WeightsChanged("an evaluation needs named weights, and the last update named no weight_version")
         for version in versions:
             if version is not None and self.version not in (None, version):
                 raise self.refusal(version)
             self.version = self.version or version
+
+    def _check_adapters(self) -> None:
+        began = self._began = time.time() if self._began is None else self._began
+        for name in self.adapters:
+            if self._fleet.adapter_names.get(name, 0.0) > began:
+                raise WeightsChanged(f"adapter {name} was loaded or unloaded since this evaluation began; {AGAIN}")
+            if self._fleet.began > began:
+                raise WeightsChanged(f"adapter {name} may have changed before the router was restarted; {AGAIN}")
 
     def refusal(self, version: str | None = None, why: str = "") -> WeightsChanged:
         """Return the error for a request that another version would sample: `version`, or by default the fleet's."""

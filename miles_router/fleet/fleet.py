@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -69,8 +70,10 @@ class Fleet:
         self.model_names: dict[str, None] = {}
         #: Whether any engine has reported that it applies LoRA adapters.
         self.applies_adapters = False
-        #: The adapters that are or were loaded on any worker, the last seen at the end.
-        self.adapter_names: dict[str, None] = {}
+        #: The adapters that are or were loaded on any worker, the last seen at the end, and when each was last loaded
+        #: or unloaded through this router (Unix seconds; 0.0: never). What happened before `began` is not known.
+        self.adapter_names: dict[str, float] = {}
+        self.began = time.time()
         #: Called with each worker whose facts have arrived: a new worker, or a new process at its address.
         self.facts_listeners: list[Callable[[Worker], None]] = []
         self._reported_in: Snapshot | None = None  # the snapshot for which `_all_reported` was computed
@@ -397,11 +400,11 @@ class Fleet:
             if name and len(self.model_names) < MAX_NAMES:
                 self.model_names[name] = None
 
-    def note_adapters(self, names: Iterable[str]) -> None:
-        """Remember these adapters, which a worker has, loads or unloads; forget the oldest beyond `MAX_ADAPTERS`."""
+    def note_adapters(self, names: Iterable[str], changed_at: float = 0.0) -> None:
+        """Remember these adapters, which a worker has, or loads or unloads at `changed_at`; forget the oldest beyond
+        `MAX_ADAPTERS`."""
         for name in names:
-            self.adapter_names.pop(name, None)
-            self.adapter_names[name] = None
+            self.adapter_names[name] = max(self.adapter_names.pop(name, 0.0), changed_at)
         for name in [*self.adapter_names][:-MAX_ADAPTERS]:
             del self.adapter_names[name]
 

@@ -281,9 +281,8 @@ class Pools:
             return self.meant("model_id")
         pool = self.find(model_id)
         if pool is None:
-            raise UnknownModel(
-                f"no worker is registered with the model_id {model_id[:SHOWN]!r}; {self.known()}", "model_id"
-            )
+            others = self.known() if any(each.name for each in self) else "none has one: --model-id names their model"
+            raise UnknownModel(f"no worker is registered with the model_id {model_id[:SHOWN]!r}; {others}", "model_id")
         return pool
 
     def seen_in(self, scope: Scope) -> list[ModelPool]:

@@ -50,7 +50,7 @@ def dump_fleet(fleet: Fleet) -> Record:
         **dump_standstill(fleet),
         "names": list(fleet.model_names),
         "applies_adapters": fleet.applies_adapters,
-        "adapters": list(fleet.adapter_names),
+        "adapters": dict(fleet.adapter_names),
         "workers": dump_workers(pool),
     }
 
@@ -113,7 +113,8 @@ def apply_fleet(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> 
     fleet.model_names.update(dict.fromkeys(record["names"]))
     fleet.invalidate_reported()
     fleet.applies_adapters |= record["applies_adapters"]
-    fleet.note_adapters(record["adapters"])
+    for name, changed_at in record["adapters"].items():
+        fleet.note_adapters([name], changed_at)
     apply_gate(fleet.gate, record["gate"])
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 import pytest
 
+from miles_router.engines import recomputing
 from miles_router.tasks import spawn
 from tests.sglang_worker import RealHalves, real_pair
 from tests.support import tiers
@@ -131,6 +132,26 @@ async def test_logprobs_of_the_prompt(pair: Pair) -> None:
             assert meta[name] == handed[name]
         assert len(meta["output_token_ids_logprobs"]) == 12
         assert meta["output_token_ids_logprobs"][0] == handed["output_token_ids_logprobs"][0]
+
+
+async def test_logprobs_of_given_tokens_as_a_teacher_is_asked_for_them(pair: Pair) -> None:
+    ids = np.array(PROMPT, np.int32)
+    for start, top_k in ((0, 0), (17, 3)):
+        asked = orjson.loads(recomputing.request(ids, start, "", top_k))
+        found = recomputing.read(await pair.post("/generate", **asked), PROMPT[start:], top_k)
+        whole = await pair.answer(return_logprob=True, logprob_start_len=0)
+        told = [entry[0] for entry in whole["meta_info"]["input_token_logprobs"]]
+        assert found.logprobs == pytest.approx(told[start + 1 :], abs=1e-3)
+        assert (found.likeliest is None) == (top_k == 0)
+
+
+@whole_and_streamed
+async def test_sampling_masks_of_every_token(pair: Pair, stream: bool) -> None:
+    params = {**SHORT, "temperature": 1.0, "top_k": 5}
+    answer = await pair.answer(sampling_params=params, return_sampling_mask=True, stream=stream)
+    masks = answer["meta_info"]["output_token_sampling_mask"]
+    assert [token in mask for token, mask in zip(answer["output_ids"], masks, strict=True)] == [True] * 12
+    assert pair.said(pair.prefill)["meta_info"]["output_token_sampling_mask"] == masks[:1]
 
 
 @whole_and_streamed

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from tests.e2e.test_sampling_masks import last_event
 from tests.sglang_worker import RealWorker
 from tests.support import http, tiers
 from tests.support.fleet import JSON, post, posting
@@ -125,3 +126,19 @@ async def test_a_pause_and_a_new_version_reach_all_ranks(router: RunningRouter) 
     assert (await post(router, "/continue_generation")).status == 200
     metas = [answer.json()["meta_info"] for answer in await asyncio.gather(*waiting)]
     assert Counter((meta["dp_rank"], meta["weight_version"]) for meta in metas) == {(0, "9"): 2, (1, "9"): 2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_rank_tells_sampling_masks(router: RunningRouter, stream: bool) -> None:
+    params = {"max_new_tokens": 8, "ignore_eos": True, "top_k": 5}
+    seen = Counter[int]()
+    for rank in (0, 1):
+        body = {"text": "Count", "sampling_params": params, "return_sampling_mask": True, "routed_dp_rank": rank}
+        reply = await post(router, "/generate", **body, stream=stream)
+        assert reply.status == 200, reply.body
+        answer = last_event(reply) if stream else reply.json()
+        masks = answer["meta_info"]["output_token_sampling_mask"]
+        assert [token in mask for token, mask in zip(answer["output_ids"], masks, strict=True)] == [True] * 8
+        assert {len(mask) for mask in masks} <= {*range(1, 6)}
+        seen[answer["meta_info"]["dp_rank"]] += 1
+    assert seen == {0: 1, 1: 1}

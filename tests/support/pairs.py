@@ -114,9 +114,11 @@ async def halves(
     router: RunningRouter | None = None,
     worker: Mapping[str, Any] | None = None,
     attributes: Mapping[str, str] | None = None,
+    masks: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Halves]:
-    """So many of each with these options, registered as frameworks do it, with these attributes besides."""
+    """So many of each with these options, registered as frameworks do it, with these attributes besides. `masks`: they
+    tell sampling masks."""
     async with AsyncExitStack() as stack:
 
         async def started(pairing: Pairing) -> HalfWorker:
@@ -125,8 +127,8 @@ async def halves(
 
         made = Halves(
             router or await stage.router(**settings),
-            [await started(Pairing("prefill")) for _ in range(prefills)],
-            [await started(Pairing("decode")) for _ in range(decodes)],
+            [await started(Pairing("prefill", masks=masks)) for _ in range(prefills)],
+            [await started(Pairing("decode", masks=masks)) for _ in range(decodes)],
         )
         for half in made.workers:
             await register(made.router, half, **(attributes or {}))

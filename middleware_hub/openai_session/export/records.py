@@ -9,7 +9,7 @@ import orjson
 
 from middleware_hub.openai_session.sessions.rewards import RewardEntry
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Classification, Turn
+from middleware_hub.openai_session.sessions.turn import ADAPTER, Classification, Turn
 from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.json_parts import list_parts
@@ -130,4 +130,5 @@ def turn_span(turn: Turn, found: Classification, end: int, rewards: Sequence[Rew
         "edit": found.edit,
         "rewards": rewards,
         **{name: turn.facts.get(name) for name in (*facts, "versions", "parsed")},
+        **({ADAPTER: turn.facts[ADAPTER]} if ADAPTER in turn.facts else {}),
     }

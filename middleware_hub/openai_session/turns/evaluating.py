@@ -17,7 +17,8 @@ def evaluation_of(session: Session, router: Router) -> Evaluation | None:
     if not session.is_evaluation:
         return None
     waits = session.episode.contract.evaluation == WAIT
-    return Evaluation(router.pool, next(iter(session.weight_versions), None), waits=waits)
+    began = session.turns[0].facts.get("answered_at") if session.turns else None
+    return Evaluation(router.fleet, next(iter(session.weight_versions), None), began, waits=waits)
 
 
 def check_evaluated(session: Session, exchange: Exchange, choices: Sequence[Choice]) -> None:

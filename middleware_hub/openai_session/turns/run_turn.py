@@ -223,9 +223,11 @@ class TurnRunner:
 
     def _set_adapter(self, grant: TurnGrant, exchange: Exchange) -> None:
         """Set the adapter of the request. An adapter from the run or the contract overrides the agent's."""
-        served = self._router.fleet.model_names
-        if exchange.adapter is not None and (adapter := adapter_in(grant.fields, (*served, DEFAULT))) is not None:
+        adapter = adapter_in(grant.fields, (*self._router.fleet.model_names, DEFAULT))
+        if exchange.adapter is not None and adapter is not None:
             exchange.adapter = adapter or None
+        if exchange.routing.evaluation is not None and adapter:
+            exchange.routing.evaluation.adapters = [adapter]
 
     def _streams(self, plan: TurnPlan, endpoint: OpenAIEndpoint, candidates: Sequence[Facts]) -> bool:
         """Return whether the engine is asked for a stream; an agent's stream may come from a whole answer."""

@@ -14,7 +14,7 @@ from miles_router.testing import Engine, PauseMode, SimulatedWorker
 from miles_router.testing.worker.model.generation import Generation, GenerationRequest, Model, VersionSpan
 from miles_router.testing.worker.visit import Refusal, Visit, error_object
 from miles_router.testing.worker.wire.generate_output import OutputBuilder
-from tests.support.simulated.pairing import HalfGeneration, Pairing
+from tests.support.simulated.pairing import INVALID, NO_MASKS, HalfGeneration, Pairing
 
 
 class HalfEngine(Engine):
@@ -48,6 +48,10 @@ class HalfEngine(Engine):
             yield
 
     async def _parts(self, generation: HalfGeneration) -> AsyncIterator[None]:
+        if generation.request.return_sampling_mask and not self.pairing.masks:
+            generation.fail(NO_MASKS, INVALID)
+            yield
+            return
         if self.pairing.mode == "prefill":
             async for _ in self.pairing.prefill(self, generation):
                 yield

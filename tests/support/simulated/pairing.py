@@ -20,8 +20,12 @@ from tests.support.simulated.extended import extended
 
 Mode = Literal["prefill", "decode"]
 NO_ROOM = "Invalid request: Disaggregated request received without bootstrap room id. req.rid={rid!r}"
+NO_MASKS = (
+    "return_sampling_mask requires SGLANG_ENABLE_DISAGG_SAMPLING_MASK=1 on both prefill and decode servers when using "
+    "disaggregated serving."
+)
 ABORT, DONE = b"abort\n", b"done\n"
-FAILED = 500
+INVALID, FAILED = 400, 500
 _AGAIN_S = 0.05
 
 
@@ -90,13 +94,15 @@ class Pairing:
     """The settings and state that make a worker one half of a pair.
 
     `port` is the bootstrap port of a prefill half; 0 takes a free one. `patience_s` is how long a decode half waits for
-    a prefill half that does not listen or is gone.
+    a prefill half that does not listen or is gone. `masks`: it was started with `SGLANG_ENABLE_DISAGG_SAMPLING_MASK=1`,
+    so that the first token's sampling mask is transferred too; without that, it refuses requests for masks.
     """
 
     mode: Mode
     port: int = 0
     patience_s: float = 14.0
     host: str = "127.0.0.1"
+    masks: bool = False
     _meetings: dict[int, _Meeting] = field(default_factory=dict)
     _server: asyncio.Server | None = None
     _engine: Engine | None = None
