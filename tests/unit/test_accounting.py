@@ -27,6 +27,8 @@ KNOWN = tools_by_name(TOOLS)
 UTC = '{"zone": "UTC"}'
 NO_JSON = '<tool_call>\n{"name": "get_date", "arguments": {"zone": }}\n</tool_call>'
 BASH = "<tool_call>\n<function=get_date>\n<parameter=zone>\n{}\n</parameter>\n</function>\n</tool_call>"
+HARMONY = "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>commentary to=functions.get_date{}"
+HARMONY += '<|message|>{{"zone": "UTC"}}'
 #: Of turns that are not whole, by family and place.
 NOT_WHOLE = {
     ("qwen3", 3): [TEXT_LEFT_OVER, UNKNOWN_TOOL],
@@ -72,6 +74,13 @@ def test_turns_of_every_family_are_whole_unless_their_parser_drops_something(nam
         (BASH.format(r'"\d" &amp; 2.50'), message("", ("get_date", r'{"zone": "\"\\d\" & 2.5"}')), []),
         (r'[get_date(zone=None, a=True)]', message("", ("get_date", '{"zone": null, "a": true}')), []),
         (DATED.replace("UTC", r"\u4e16\ud83d\ude00 ä"), message("", ("get_date", '{"zone": "世😀 \\u00e4"}')), []),
+        (r"[get_date(zone='\x1b[31mred\xe9')]", message("", ("get_date", r'{"zone": "\u001b[31mredé"}')), []),
+        (HARMONY.format(" code"), message("", ("get_date", UTC), reasoning="Why?"), []),
+        (HARMONY.format(" <|constrain|>get_date"), message("", ("get_date", UTC), reasoning="Why?"), []),
+        ("<|channel|>final <|constrain|>Answer<|message|>So.", message("So."), []),
+        ("[get_date(zone={'a': None})]", message(), [TEXT_LEFT_OVER]),
+        (f"{DATED}Then{DATED}", message("", ("get_date", UTC), ("get_date", UTC)), [TEXT_LEFT_OVER]),
+        (f'[TOOL_CALLS] [{{"name": "nothing", "arguments": {UTC}}}]', message(), [UNKNOWN_TOOL]),
         ("<tool_call>\nno json\n</tool_call>", message(), [TEXT_LEFT_OVER]),
         (f"{DATED}\n{DATED}", message("", ("get_date", UTC)), [TEXT_LEFT_OVER]),
         ("<think>Why?</think>So.", message("So."), [TEXT_LEFT_OVER]),
@@ -103,6 +112,30 @@ def test_a_call_that_was_cut_is_no_fault_of_a_parser() -> None:
         assert account(text, shown, NAMES, cut=True) in ([], [CUT_SHORT]), text
     open_call = ("get_date", '{"zone": "U')
     assert account(text[:-22], message("So.", ("get_date", UTC), open_call), NAMES, cut=True) == [CUT_SHORT]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ('<tool_call>\n{"name": "get_date", "arguments": {"zo', 'ne": "UTC"}}\n</tool_call>'),
+        ("<tool_call>\n<function=get_date>\n<parameter=zone>\n{}", "\n</parameter>\n</function>\n</tool_call>"),
+        ("<tool_call>get_date<arg_key>zone</arg_key><arg_value>U", "TC</arg_value></tool_call>"),
+    ],
+)
+def test_a_call_in_the_text_was_cut_or_never_fired(begin: str, end: str) -> None:
+    for before in ("So.\n", f"{DATED}\n"):
+        never_fired = [CALL_IN_TEXT] if "get_date" in before else []
+        text = f"{before}{begin}"
+        assert account(text, message(text), NAMES, cut=True) == [*never_fired, CUT_SHORT]
+        assert account(text, message(text), NAMES) == [CALL_IN_TEXT]
+        assert account(f"{text}{end}\nSo.", message(f"{text}{end}\nSo."), NAMES, cut=True) == [CALL_IN_TEXT]
+    thought = f"I may call\n{begin}{end} or"
+    assert account(f"<think>{thought}", message(reasoning=thought), NAMES, cut=True) == [], "reasoning was cut"
+
+
+def test_a_call_that_is_cut_in_its_name_is_cut_short() -> None:
+    text = 'So.[TOOL_CALLS] [{"name": "get_date", "argu'
+    assert account(text, message("So."), NAMES, cut=True) == [CUT_SHORT]
 
 
 def test_a_stop_string_is_not_part_of_a_message() -> None:

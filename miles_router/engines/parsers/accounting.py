@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 #: The account of an answer without a reason.
@@ -24,7 +25,7 @@ REASONS = TEXT_LEFT_OVER, ARGUMENT_ALTERED, UNKNOWN_TOOL, INVALID_JSON, CALL_IN_
     "cut_short",  # the message lacks the end of an answer that was cut, or has an open call
 )
 
-_ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|[nrtbf])?|&(?:lt|gt|amp|quot|apos|#\d{1,7});")
+_ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|[nrtbf])?|&(?:lt|gt|amp|quot|apos|#\d{1,7});")
 _WORD = re.compile(r"[^\W\d]\w*|\d*\.?\d+(?:[eE][+-]?\d+)?")
 _SPACE, _NAME = r"\s{0,8}", r"([A-Za-z_][\w.\-]{0,127})"
 
@@ -41,6 +42,7 @@ _MARKUP = _beginning(
     ("<", r"\|open\|>[^<\n]{0,200}<\|sep\|>"),
     ("<", r"\|close\|>[^<\n]{0,80}<\|sep\|>"),
     ("<", r"\|message_\w{1,20}\|>[\w.\-]{0,128}(?=<\|content_)"),
+    ("<", r"\|(?:channel|start|constrain)\|>[^<\n]{0,200}(?=<\|(?:channel|constrain|message)\|>)"),
     ("<", r'[/|｜]{0,2}[\w"][^<>\n]{0,200}>'),
     ("<", r"!\[CDATA\[|[^<>\s]{0,40}\Z"),
     (r"\]", r"<\]\w{1,20}\[>\["),
@@ -49,8 +51,8 @@ _MARKUP = _beginning(
     (":", rf"\d+{_SPACE}(?=<\|tool_call_argument)"),
     ('"', rf'(?:tool_call_)?id"{_SPACE}:{_SPACE}"[^"\n]{{0,80}}"'),
 )
-#: The name of a function or a parameter in markup.
-_NAMED = re.compile(r"""\b(?:function=|parameter=|name=|tool=|key=)"?([^"<>\n]+)""")
+#: The name of a function or a parameter, or the recipient, in markup.
+_NAMED = re.compile(r"""\b(?:(?:function=|parameter=|name=|tool=|key=)"?([^"<>\n]+)|to=([^\s<]+))""")
 _OBJECT = (
     rf'{_SPACE}\[?{_SPACE}\{{{_SPACE}(?:"(?:type|\w{{0,20}}id)"{_SPACE}:{_SPACE}"[^"\n]{{0,80}}"{_SPACE},{_SPACE})?'
     rf'"(?:tool_)?name"{_SPACE}:{_SPACE}"([^"\n]{{1,128}})"'
@@ -60,7 +62,7 @@ _HEAD = _beginning(
     (r"\n>\]},;", _OBJECT),
     ('"', rf'function"{_SPACE}:{_OBJECT}'),
     ("<", r'[^<>\s]{0,20}\s?(?:function=|(?:function|invoke|tool)\s{1,4}name=")([^"<>\n]{1,128})'),
-    ("<", rf"[^<>\s]{{0,12}}tool_call>{_SPACE}{_NAME}{_SPACE}(?=<)"),
+    ("<", rf"[^<>/\s]{{0,12}}tool_call>{_SPACE}{_NAME}{_SPACE}(?=<)"),
     ("<", rf"\|tool_call_begin\|>{_SPACE}(?:functions\.)?{_NAME}:\d"),
     ("<", rf"｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{_NAME}"),
     ("<", rf"\|(?:channel|start)\|>[^<\n]{{0,40}}\bto=(?:functions\.)?{_NAME}"),
@@ -84,10 +86,18 @@ _COERCED = frozenset(("yes", "no", "on", "off", "nil", "none", "TRUE", "FALSE", 
 _PARAMETER = re.compile(r"<[^<>\s]{0,20}(?:parameter|param|arg_key)\b")
 _VALUE = json.JSONDecoder()
 _LONGEST_JOINED = 100
+#: So many digits are exact as a float.
+_EXACT_DIGITS = 15
+#: The most calls of a text whose words are compared one by one.
+_MOST_CALLS = 100
 #: Texts of which every call has one, unless it begins with a bracket.
 _HINTS = ('name"', 'name="', "function=", "tool_call", "tool▁call", "TOOL_CALLS", " to=", 'tool="', "tools_prefix")
-#: What may end a call.
-_ENDS = ">}])"
+#: Characters that belong to the call that they begin; others stand in front of one.
+_OF_HEAD = '<["'
+#: What may end a call, and the tag in front of the next one, which does not.
+_ENDS, _NEXT = ">}])", re.compile(r"<[^<>/]{1,40}>\s*\Z")
+#: What ends a call in formats whose arguments are not JSON.
+_CLOSED = re.compile(r"</[^<>\s]{0,20}(?:function|invoke|tool_call)>|<\|close\|>call")
 
 
 class _Shown(NamedTuple):
@@ -127,8 +137,8 @@ def account(
         text = text[: text.rindex(stop)]
     shown = _Shown.of(message)
     found = _faults_of_calls(shown, tools, cut=cut)
-    if tools and _shows_call_as_text(text, shown, tools):
-        found.add(CALL_IN_TEXT)
+    if tools:
+        found |= _faults_of_texts(text, shown, tools, cut=cut)
     if not _is_whole(*_unmatched(text, shown)) and not _is_whole([text], shown):
         found |= _explain(text, shown, tools, cut=cut)
     return [reason for reason in REASONS if reason in found]
@@ -139,12 +149,20 @@ def _text(holder: object, name: str) -> str:
     return found.strip() if isinstance(found, str) else ""
 
 
-def _shows_call_as_text(text: str, shown: _Shown, tools: Collection[str]) -> bool:
-    """Return whether a text of the message has a call that is not among the shown ones. Reasoning may quote calls,
-    unless it is the whole answer."""
+def _faults_of_texts(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> set[str]:
+    """Return the faults of a message whose text has a call that is not among the shown ones. Reasoning may quote calls,
+    unless it is the whole answer and the model ended it. What was cut within a call is no fault of the parser."""
     reasoning, content = shown.texts
-    named = {name for name, _ in _heads(content or ("" if shown.names else reasoning)) if name in tools}
-    return bool(named and named & _missing_calls(text, shown.names).keys())
+    part = content or ("" if shown.names else reasoning)
+    missing = _missing_calls(text, shown.names)
+    begins = [begin for name, begin in _heads(part) if name in tools and missing[name]]
+    found = set[str]()
+    if cut and begins and _is_open(part[begins[-1] :]):
+        found.add(CUT_SHORT)
+        begins.pop()
+    if begins and (content or not cut):
+        found.add(CALL_IN_TEXT)
+    return found
 
 
 def _missing_calls(text: str, names: Iterable[str]) -> Counter[str]:
@@ -172,7 +190,7 @@ def _heads(text: str) -> Iterator[tuple[str, int]]:
     if not any(hint in text for hint in _HINTS) and not text.lstrip().startswith("["):
         return
     for match in _HEAD.finditer("\n" + text):
-        yield match[match.lastindex or 0].strip(), max(0, match.start() - 1)
+        yield match[match.lastindex or 0].strip(), match.start() - (match[0][0] in _OF_HEAD)
 
 
 # Words
@@ -226,13 +244,22 @@ def _count(parts: Iterable[str]) -> Counter[str]:
     """Count the words of texts, without the escapes of JSON and XML: the same for a value, escaped or not."""
     text = " ".join(parts)
     if "\\" in text or "&" in text:
-        text = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else " ", text)
+        text = _ESCAPE.sub(lambda match: chr(int(match[match.lastindex], 16)) if match.lastindex else " ", text)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     count = Counter(_WORD.findall(text))
-    for word in [word for word in count if word[0] in ".0123456789" or word in _LITERALS]:
+    for word in [word for word in count if word in _LITERALS or _is_respelled(word)]:
         times = count.pop(word)
-        count[_LITERALS.get(word) or str(float(word))] += times
+        count[_LITERALS.get(word) or _spell(float(word))] += times
     return count
+
+
+def _is_respelled(word: str) -> bool:
+    """Return whether a word is a number, except a whole one in its usual spelling."""
+    return word[0] in ".0123456789" and (len(word) > _EXACT_DIGITS or word[0] == "0" or not word.isdigit())
+
+
+def _spell(number: float) -> str:
+    return str(int(number)) if abs(number) < 10**_EXACT_DIGITS and number.is_integer() else str(number)
 
 
 def _required(parts: Iterable[str]) -> Counter[str]:
@@ -245,7 +272,7 @@ def _required(parts: Iterable[str]) -> Counter[str]:
 
 def _name_in_tag(tag: re.Match[str]) -> str:
     named = _NAMED.search(tag[0])
-    return " " if named is None else f" {named[1]} "
+    return " " if named is None else f" {named[1] or named[2]} "
 
 
 # Reasons
@@ -255,7 +282,7 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
     """Return the reasons for a message that lacks words of its text, or has others in its arguments."""
     quoted = (name for part in _parts(shown) for name, _ in _heads(part))
     dropped = _missing_calls(text, (*shown.names, *quoted))
-    found, heads = set[str](), [*_heads(text)]
+    found, heads = set[str](), [*islice(_heads(text), _MOST_CALLS)]
     of_calls, of_texts = _count((*shown.names, *shown.arguments)), _count(shown.texts)
     begins = [("", 0), *heads]
     if cut and not heads:
@@ -263,7 +290,7 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
     for place, (name, begin) in enumerate(begins):
         is_last = place == len(begins) - 1
         segment = text[begin:] if is_last else text[begin : begins[place + 1][1]]
-        end = max(map(segment.rfind, _ENDS)) + 1 if name else 0
+        end = max(map(_NEXT.sub("", segment).rfind, _ENDS)) + 1 if name else 0
         inside = _left_of(segment[:end], of_calls, of_texts)
         behind = _left_of(segment[end:], of_texts, *([] if heads else [of_calls]))
         if (inside or behind) and cut and is_last:
@@ -293,11 +320,26 @@ def _reason_of_dropped(name: str, call: str, tools: Collection[str]) -> str:
     """Return the reason for a call that the message does not have."""
     if name not in tools:
         return UNKNOWN_TOOL
+    begin = _begin_of_json(call)
+    return TEXT_LEFT_OVER if begin < 0 or _is_json(call, begin) else INVALID_JSON
+
+
+def _is_open(call: str) -> bool:
+    """Return whether a call, to which the rest of the text belongs, has no end."""
+    begin = _begin_of_json(call)
+    return not (_CLOSED.search(call) if begin < 0 else _is_json(call, begin))
+
+
+def _begin_of_json(call: str) -> int:
+    """Return where the JSON of a call begins; -1 if there is none, or if the call's format is another one."""
     begin = call.find("{")
-    if begin < 0 or _PARAMETER.search(call):
-        return TEXT_LEFT_OVER
+    return -1 if _PARAMETER.search(call) or "(" in call[: max(0, begin)] else begin
+
+
+def _is_json(call: str, begin: int) -> bool:
+    """Return whether a JSON value begins at this place of a call."""
     try:
         _VALUE.raw_decode(call, begin)
     except (ValueError, RecursionError):
-        return INVALID_JSON
-    return TEXT_LEFT_OVER
+        return False
+    return True
