@@ -43,6 +43,7 @@ _MARKUP = _beginning(
     ("<", r"\|close\|>[^<\n]{0,80}<\|sep\|>"),
     ("<", r"\|message_\w{1,20}\|>[\w.\-]{0,128}(?=<\|content_)"),
     ("<", r"\|(?:channel|start|constrain)\|>[^<\n]{0,200}(?=<\|(?:channel|constrain|message)\|>)"),
+    ("<", r"\|channel>[a-z]{0,20}\n"),
     ("<", r'[/|｜]{0,2}[\w"][^<>\n]{0,200}>'),
     ("<", r"!\[CDATA\[|[^<>\s]{0,40}\Z"),
     (r"\]", r"<\]\w{1,20}\[>\["),
