@@ -6,7 +6,8 @@ import itertools
 from typing import Any
 
 from tests.support.bare_calls import DATED, NAMES, UNKNOWN, a_trial
-from tests.support.scripted_chat import able, answering
+from tests.support.scripted_chat import able, answering, chat_reply
+from tests.support.scripted_worker import script
 from tests.support.session_apis import BOTH, COMPLETIONS, TALKS, Api, case
 from tests.support.session_trial import IM_END, qwen3, simulated_sessions, user
 from tests.support.stage import Stage
@@ -50,6 +51,18 @@ async def test_each_turn_tells_whether_its_message_is_all_that_was_sampled(stage
         **dict.fromkeys(reasons, 2 * times),
         **dict.fromkeys(("invalid_json", "call_in_text"), times),
     }
+
+
+async def test_a_token_that_stopped_a_turn_is_not_part_of_its_message(stage: Stage) -> None:
+    worker = able(await stage.worker(), parser="hermes")
+    trial = await a_trial(stage, worker)
+    ids = qwen3().encode("So.\nEnd")
+    said = {"role": "assistant", "content": "So."}
+    worker.next(script(chat_reply(ids, message=said, finish_reason="stop", matched_stop=ids[-1])))
+    session = await trial.create()
+    await trial.chat(session, [user("When?")], stop_token_ids=ids[-1:])
+    (record,) = await trial.records(session)
+    assert record["parsed"] == "whole"
 
 
 async def test_completions_are_not_parsed(stage: Stage) -> None:

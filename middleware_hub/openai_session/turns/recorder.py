@@ -182,7 +182,7 @@ class TurnRecorder:
                 **choice.facts,
                 **({"cache_versions": []} if choice.facts.get("cached_tokens") == 0 else {}),
                 **asked.facts,
-                **parsed_facts(plan, choice, self._text_of, self.statistics),
+                **parsed_facts(plan, choice, self._parsed_text_of, self.statistics),
                 "matched": choice.matched,
                 "asked_at": asked.asked_at,
                 "answered_at": self._now(),
@@ -206,6 +206,13 @@ class TurnRecorder:
             ended = len(choice.ids) and self._is_special(choice.ids[-1])
             choice.text = self._decode(choice.ids[:-1] if ended else choice.ids, skip_special_tokens=False)
         return choice.text
+
+    def _parsed_text_of(self, choice: Choice) -> str:
+        """Return the text that the engine parses: without the token that ended it, an ordinary one too."""
+        last = int(choice.ids[-1]) if len(choice.ids) else None
+        if last is None or choice.matched != last or self._is_special(last):
+            return self._text_of(choice)
+        return self._decode(choice.ids[:-1], skip_special_tokens=False)
 
     def _ended_itself(self, choice: Choice, sampled: Sequence[Piece]) -> bool:
         """Return True if the last token is the model's own end of turn.
