@@ -9,7 +9,8 @@ from the bare logits. The first requested token has none, since nothing is compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import orjson
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, is_abort
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import IDS, PARAMS, GenerateRequest
+from miles_router.engines.long_arrays import take_array
 from miles_router.engines.models import ADAPTER, MODEL, adapter_of
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.pieces import Logprobs, Tokens, logprob_array, token_array
@@ -36,6 +38,8 @@ NEUTRAL: Mapping[str, float] = {
 PROCESSOR = "custom_logit_processor"
 CONSTRAINTS = ("logit_bias", "regex", "ebnf", "json_schema", "structural_tag", PROCESSOR)
 TOP_K, ONE = "top_k", 1
+#: Fields of an answer: the logprobs of the prompt's tokens, and the likeliest tokens.
+ENTRIES, TOPS = "input_token_logprobs", "input_top_logprobs"
 #: Settings that chat takes from the model's `generation_config.json` if the request has none, with the default if that
 #: file has none either.
 OF_THE_MODEL: Mapping[str, float] = {TEMPERATURE: 1.0, "repetition_penalty": 1.0, TOP_K: -1}
@@ -184,56 +188,91 @@ def _serialize(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: A
 
 def read(body: bytes, ids: Sequence[int], top_k: int = 0) -> Recomputed:
     """Parse the answer to a request for the logprobs of all of these ids except the first, with as many of the
-    likeliest tokens.
+    likeliest tokens. A thread that does it leaves the interpreter to others.
 
     Raises:
         RecomputationCut: the request was aborted, or several weight versions computed it.
         UnreadableAnswer: the answer has no logprobs, or those of other ids.
     """
-    return _read(body, lambda meta: meta["input_token_logprobs"], ids, 1, top_k)
+    with _readable():
+        body, entries = take_array(body, ENTRIES)
+        body, rows = take_array(body, TOPS)
+        meta = _meta(body)
+        logprobs = _logprobs(_parsed(entries, ENTRIES), ids, 1)
+        likeliest = _likeliest(_parsed(rows, TOPS), len(ids), top_k) if top_k else None
+        return Recomputed(logprobs, _version(meta), likeliest)
 
 
 def read_next(body: bytes, token: int) -> Recomputed:
     """Parse the answer to a request for the logprob of one token behind given ids. Raises as `read`."""
-    return _read(body, lambda meta: meta["output_token_ids_logprobs"][0], [token], 0)
+    with _readable():
+        meta = _meta(body)
+        return Recomputed(_logprobs([meta["output_token_ids_logprobs"][0]], [token], 0), _version(meta))
 
 
-def _read(
-    body: bytes,
-    entries_of: Callable[[Mapping[str, Any]], Sequence[Any]],
-    ids: Sequence[int],
-    first: int,
-    top_k: int = 0,
-) -> Recomputed:
-    """Return the logprobs from index `first` on."""
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raise UnreadableAnswer instead of the errors of an answer that is not as documented."""
     try:
-        meta = orjson.loads(body)["meta_info"]
-        if is_abort(meta.get("finish_reason")):
-            raise RecomputationCut
-        entries = entries_of(meta)
-        if [entry[1] for entry in entries] != list(ids):
-            raise UnreadableAnswer("logprobs_of_other_tokens", f"{len(entries)} logprobs, {len(ids)} ids")
-        versions = {span["version"] for span in meta.get(VERSIONS) or ()} | {meta.get(VERSION)}
-        logprobs = logprob_array([entry[0] for entry in entries[first:]], len(entries) - first)
-        likeliest = _likeliest(meta["input_top_logprobs"], len(entries), top_k) if top_k else None
+        yield
     except (*MALFORMED, orjson.JSONDecodeError, InvalidTrajectory) as error:
         raise UnreadableAnswer("incomplete", repr(error)) from None
+
+
+def _parsed(pieces: Sequence[bytes] | None, name: str) -> Iterator[list[Any]]:
+    """Yield the elements of each piece of an array. Raises KeyError if there is no array."""
+    if pieces is None:
+        raise KeyError(name)
+    yield from map(orjson.loads, pieces)
+
+
+def _meta(body: bytes) -> Mapping[str, Any]:
+    """Return the `meta_info` of an answer. Raises RecomputationCut if the request was aborted."""
+    meta: Mapping[str, Any] = orjson.loads(body)["meta_info"]
+    if is_abort(meta.get("finish_reason")):
+        raise RecomputationCut
+    return meta
+
+
+def _version(meta: Mapping[str, Any]) -> str | None:
+    """Return the weight version that computed an answer. Raises RecomputationCut if there are several."""
+    versions = {span["version"] for span in meta.get(VERSIONS) or ()} | {meta.get(VERSION)}
     if len(versions - {None}) > 1:
         raise RecomputationCut
-    return Recomputed(logprobs, next((str(each) for each in versions if each is not None), None), likeliest)
+    return next((str(each) for each in versions if each is not None), None)
 
 
-def _likeliest(rows: Sequence[Sequence[Any] | None], count: int, top_k: int) -> Likeliest:
+def _logprobs(pieces: Iterable[Sequence[Any]], ids: Sequence[int], first: int) -> Logprobs:
+    """Return the logprobs from index `first` on. Raises UnreadableAnswer if they are those of other ids."""
+    logprobs: list[Any] = []
+    found: list[Any] = []
+    for entries in pieces:
+        logprobs += [entry[0] for entry in entries]
+        found += [entry[1] for entry in entries]
+    if found != list(ids):
+        raise UnreadableAnswer("logprobs_of_other_tokens", f"{len(found)} logprobs, {len(ids)} ids")
+    return logprob_array(logprobs[first:], len(ids) - first)
+
+
+def _likeliest(pieces: Iterable[Sequence[Any]], count: int, top_k: int) -> Likeliest:
     """Return the likeliest tokens at all positions except the first, which has none.
 
     Raises:
         UnreadableAnswer: they are those of another number of positions.
         InvalidTrajectory, TypeError, ValueError: an id or a logprob is not one.
     """
-    if len(rows) != count:
-        raise UnreadableAnswer("logprobs_of_other_tokens", f"likeliest tokens of {len(rows)} positions, {count} ids")
+    parts = [_likeliest_of(rows, top_k) for rows in pieces]
+    told = sum(len(part.ids) for part in parts)
+    if told != count:
+        raise UnreadableAnswer("logprobs_of_other_tokens", f"likeliest tokens of {told} positions, {count} ids")
+    ids, logprobs = (np.concatenate(arrays)[1:] for arrays in zip(*parts, strict=True))
+    return Likeliest(ids, logprobs)
+
+
+def _likeliest_of(rows: Sequence[Sequence[Any] | None], top_k: int) -> Likeliest:
+    """Return the likeliest tokens at these positions. Raises as `_likeliest`."""
     # JSON writes minus infinity as null.
-    known = [[entry for entry in row or () if entry[0] is not None][:top_k] for row in rows[1:]]
+    known = [[entry for entry in row or () if entry[0] is not None][:top_k] for row in rows]
     entries = [entry for row in known for entry in row]
     filled = np.arange(top_k) < np.array([len(row) for row in known], dtype=np.int32).reshape(-1, 1)
     ids = np.full(filled.shape, NO_ID, dtype=np.int32)
