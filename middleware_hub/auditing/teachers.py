@@ -100,7 +100,7 @@ class Teacher:
         self._adapter = adapter
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[TeacherScores]:
-        """Return the scores of trajectories, in their order.
+        """Return the scores of trajectories, in their order. If one has none, the engines are asked for no more.
 
         Raises:
             BadRequest: they have too many tokens for one request, one exceeds the context of the pool's engines, or the
@@ -111,13 +111,14 @@ class Teacher:
         sampled = [np.flatnonzero(each.sampled).astype(np.int32) for each in trajectories]
         lengths = [int(positions[-1]) + 1 if len(positions) else 0 for positions in sampled]
         await self._check(lengths, sum(map(len, sampled)))
-        works = [self._score(*each) for each in zip(trajectories, sampled, lengths, strict=True)]
-        scores: list[TeacherScores] = []
-        for result in await asyncio.gather(*works, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-            scores.append(result)
-        return scores
+        every = zip(trajectories, sampled, lengths, strict=True)
+        works = [asyncio.ensure_future(self._score(*each)) for each in every]
+        try:
+            return await asyncio.gather(*works)
+        finally:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
 
     async def _check(self, lengths: Sequence[int], sampled: int) -> None:
         for what, count in (("tokens", sum(lengths)), ("likeliest tokens", sampled * self._top_k)):

@@ -35,6 +35,7 @@ from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.json_parts import AT_ONCE, list_parts
 from miles_router.trajectory.retrieved import read_safetensors, read_safetensors_list, write_safetensors
 from miles_router.trajectory.rows import RowKind
+from miles_router.trajectory.teacher import arrays_of
 
 BINARY, JSON = "application/octet-stream", "application/json"
 MAX_TEXTS = 4096
@@ -89,8 +90,9 @@ class Retrieval:
             else:
                 shown = bool(asked.get("return_logp", True))
                 write, media_type = partial(_write_json, found, many=texts is not None, with_logprobs=shown), JSON
-            # In bytes, because a sampling mask may have far more ids than the text has tokens.
-            large = sum(each.trajectory.nbytes for each in found) > 4 * AT_ONCE
+            # In bytes, because a sampling mask and scores may have far more numbers than the text has tokens.
+            scored = sum(array.nbytes for each in found for array in arrays_of(each.teacher).values())
+            large = sum(each.trajectory.nbytes for each in found) + scored > 4 * AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
     async def _answer_process(self, asked: Mapping[str, Any]) -> list[Any]:

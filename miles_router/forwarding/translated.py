@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from miles_router.asgi.headers import RawHeaders, end_to_end, first_header
 from miles_router.engines.answers import UnreadableAnswer
@@ -21,6 +22,8 @@ from miles_router.forwarding.reply import END, Observer, Reply, read_whole
 logger = logging.getLogger(__name__)
 
 OK, FAILED = 200, 500
+#: Larger answers are translated in a thread: a long prompt's likeliest tokens are tens of megabytes.
+TRANSLATED_HERE = 1 << 18
 EVENTS = b"text/event-stream"
 #: Headers about the original bytes, which are wrong for the changed body.
 BODY_HEADERS = frozenset({b"content-length", b"transfer-encoding"})
@@ -54,7 +57,8 @@ async def translated(
     reply.close()
     now = version()
     try:
-        body = translation.whole(answer, now if now == sent_under else None)
+        work = partial(translation.whole, answer, now if now == sent_under else None)
+        body = await asyncio.to_thread(work) if len(answer) > TRANSLATED_HERE else work()
     except UnreadableAnswer as error:
         raise UpstreamError(f"the worker's answer cannot be read: {error}") from error
     return HeldReply(reply.status, reply.headers, [body])

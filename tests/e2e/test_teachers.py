@@ -217,7 +217,8 @@ async def test_engines_of_all_kinds_can_teach(stage: Stage) -> None:
         SimulatedJax(tokenizer=checkpoint(), seed=3) as jax,
     ):
         trial = await session_trial(stage, student, more=LAYERS, model_id="m", hf_checkpoint=checkpoint())
-        body = {"text": "One two", "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
+        long = "One two" * 900  # an answer with its logprobs is translated in a thread
+        body = {"text": long, "sampling_params": {"max_new_tokens": 6, "ignore_eos": True}}
         text = body["text"] + (await trial.ask("POST", GENERATE, body)).json()["text"]
         for model, url in (("vllm", vllm.url), ("jax", jax.url)):
             assert (await trial.ask("POST", "/workers", {"url": url, "model_id": model})).status == 201
@@ -326,11 +327,27 @@ async def test_a_pause_of_the_teachers_pool_lets_requests_wait(trial: TeacherTri
             await see_scores(trial, sample, 0)
 
 
-async def test_a_teacher_has_a_bounded_number_of_requests(trial: TeacherTrial) -> None:
+async def sampled_texts(trial: TeacherTrial, count: int) -> list[str]:
     texts = []
-    for number in range(teachers.AT_ONCE + 4):
+    for number in range(count):
         body = {"text": f"Number {number}", "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
         texts.append(body["text"] + (await trial.ask("POST", GENERATE, body)).json()["text"])
+    return texts
+
+
+async def test_a_teacher_that_refused_is_asked_no_more(trial: TeacherTrial) -> None:
+    texts = await sampled_texts(trial, 4 * teachers.AT_ONCE)
+    trial.teacher.faults.status(400, body=b"{}", path=GENERATE, times=None)
+    answer = await trial.ask("POST", RETRIEVE, {"texts": texts, "teacher": "teacher"})
+    trial.teacher.faults.clear()
+    assert answer.status == 502
+    assert len(trial.teacher.log.at(GENERATE)) < len(texts)
+    answer = await trial.ask("POST", RETRIEVE, {"texts": texts, "teacher": "teacher"})
+    assert answer.status == 200, "all places are free again"
+
+
+async def test_a_teacher_has_a_bounded_number_of_requests(trial: TeacherTrial) -> None:
+    texts = await sampled_texts(trial, teachers.AT_ONCE + 4)
     gate = trial.router.app.router.fleets["teacher"].gate
     await trial.ask("POST", "/pause_generation?model_id=teacher", {"mode": "retract"})
     async with under_way(trial.ask("POST", RETRIEVE, {"texts": texts, "teacher": "teacher"})) as scored:

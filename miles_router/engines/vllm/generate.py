@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -37,6 +38,7 @@ from miles_router.engines.generate import (
     is_absent,
     stop_strings,
 )
+from miles_router.engines.long_arrays import take_array
 from miles_router.engines.models import ADAPTER, MODEL
 from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.engines.vllm.facts import IDS_AS_TOKENS, Flags
@@ -47,6 +49,8 @@ from miles_router.errors import BadRequest
 TARGET = SAMPLE.encode()
 WANTED, START_LEN, WITH_TEXT = "return_logprob", "logprob_start_len", "return_text_in_logprobs"
 TOP, TOP_ENTRIES, PROMPT_TOPS = "top_logprobs_num", "output_top_logprobs", "input_top_logprobs"
+#: vLLM's field with the logprobs of a prompt.
+PROMPT = "prompt_logprobs"
 PLACEHOLDER = "token_id:"
 SALT = "cache_salt"
 CACHE_KEYS = ("extra_key", SALT)
@@ -208,11 +212,12 @@ class PromptSampling:
         if self._wants_logprobs:
             asked["logprobs"] = self._tops + 1 if self._tops else 0  # vLLM counts the sampled token as one of them
             if self._prompt_from is not None:
-                asked["prompt_logprobs"] = self._tops
+                asked[PROMPT] = self._tops
         return asked
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
         with readable():
+            answer, of_prompt = take_array(answer, PROMPT) if self._prompt_from is not None else (answer, None)
             told = orjson.loads(answer)
             choices, usage = told["choices"], told["usage"]
             if sorted(choice["index"] for choice in choices) != [*range(self._request.samples)]:
@@ -221,7 +226,7 @@ class PromptSampling:
                 self._choices[new_choice["index"]].add(new_choice)
             self._check_usage(usage)
             meta = {"cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens")}
-            meta = {name: value for name, value in meta.items() if value is not None} | self._prompt_logprobs(told)
+            meta = {name: value for name, value in meta.items() if value is not None} | self._prompt_logprobs(of_prompt)
             answers = [self._answer(place, version, meta) for place in range(len(self._choices))]
             return orjson.dumps(answers if self._request.indexed else answers[0])
 
@@ -291,25 +296,32 @@ class PromptSampling:
         """True if no sample has a token: the prompt may not have been computed."""
         return not any(choice.ids for choice in self._choices)
 
-    def _prompt_logprobs(self, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _prompt_logprobs(self, pieces: Sequence[bytes] | None) -> dict[str, Any]:
         """Return the logprobs of the prompt from the first requested token on, whose own logprob is None.
 
         Raises:
+            KeyError: vLLM returned none.
             UnreadableAnswer: the number of logprobs is not that of prompt tokens.
         """
         begin, ids = self._prompt_from, self._prompt.ids or ()
         if begin is None or self._sampled_nothing:
             return {}
-        each = told["prompt_logprobs"]
-        if len(each) != len(ids):
-            raise UnreadableAnswer("token_counts_disagree", f"{len(each)} logprobs for {len(ids)} prompt tokens")
+        if pieces is None:
+            raise KeyError(PROMPT)
         entries: list[list[Any]] = []
-        tops: list[list[list[Any]] | None] = []
-        for token, said in zip(ids[begin:], each[begin:], strict=True):
+        tops: list[orjson.Fragment | None] = []
+        place = 0
+        for place, said in enumerate(chain.from_iterable(map(orjson.loads, pieces)), 1):
+            if not begin < place <= len(ids):
+                continue
+            token = ids[place - 1]
             known = said[str(token)] if entries else {"logprob": None, "decoded_token": None}
             ranked = sorted((said or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
-            tops.append([self._prompt_entry(int(id_), one) for id_, one in ranked] if entries else None)
+            row = orjson.dumps([self._prompt_entry(int(id_), one) for id_, one in ranked])
+            tops.append(orjson.Fragment(row) if entries else None)
             entries.append(self._prompt_entry(token, known))
+        if place != len(ids):
+            raise UnreadableAnswer("token_counts_disagree", f"{place} logprobs for {len(ids)} prompt tokens")
         return {"input_token_logprobs": entries, **({PROMPT_TOPS: tops} if self._tops else {})}
 
     def _prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
