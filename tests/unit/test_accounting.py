@@ -79,6 +79,7 @@ def test_turns_of_every_family_are_whole_unless_their_parser_drops_something(nam
         (HARMONY.format(" <|constrain|>get_date"), message("", ("get_date", UTC), reasoning="Why?"), []),
         ("<|channel|>final <|constrain|>Answer<|message|>So.", message("So."), []),
         ("<|channel>thought\nWhy?<channel|>So.", message("So.", reasoning="Why?"), []),
+        (f'functools[{{"name": "get_date", "arguments": {UTC}}}]', message("", ("get_date", UTC)), []),
         ("[get_date(zone={'a': None})]", message(), [TEXT_LEFT_OVER]),
         (f"{DATED}Then{DATED}", message("", ("get_date", UTC), ("get_date", UTC)), [TEXT_LEFT_OVER]),
         (f'[TOOL_CALLS] [{{"name": "nothing", "arguments": {UTC}}}]', message(), [UNKNOWN_TOOL]),

@@ -76,7 +76,19 @@ _HEAD = _beginning(
 #: Words of call formats, which messages need not have.
 _VOCABULARY = frozenset(
     (
-        *("name", "arguments", "parameters", "function", "functions", "type", "id", "tool_name", "call", "json"),
+        *(
+            "name",
+            "arguments",
+            "parameters",
+            "function",
+            "functions",
+            "functools",
+            "type",
+            "id",
+            "tool_name",
+            "call",
+            "json",
+        ),
         *("null", "assistant", "analysis", "commentary", "final", "to", "tool_call", "tool_calls", "action", "args"),
     )
 )
