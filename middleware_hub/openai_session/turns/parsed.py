@@ -16,7 +16,7 @@ from miles_router.engines.openai.unshown import NOT_IN_TEXT
 from miles_router.engines.parsers.accounting import INVALID_JSON, WHOLE, account
 from miles_router.engines.parsers.local import tools_by_name
 
-#: The most characters that are accounted for, since that runs on the event loop: up to 0.05 s if a parser dropped all.
+#: The most characters that are accounted for, since that runs on the event loop: up to 0.1 s if a parser dropped all.
 MAX_TEXT = 1 << 16
 #: The fact of a turn with `WHOLE`, or with the list of reasons why the message is not all of the sampled text.
 PARSED = "parsed"
