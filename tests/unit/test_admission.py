@@ -10,6 +10,7 @@ import pytest
 from miles_router.asgi.request_routing import Routing
 from miles_router.engines.facts import Facts
 from miles_router.errors import NoWorkerAvailable
+from miles_router.fleet.evaluation import Evaluation
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
@@ -191,6 +192,49 @@ async def test_whoever_waits_for_room_gets_it_in_the_order_of_coming() -> None:
     scene.end("1")
     await soon(asyncio.gather(*tasks))
     assert scene.began == ["a", "0", "1", "2", "3"]
+
+
+class Evaluating(Who):
+    """A request of an evaluation."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)
+        self.evaluation = Evaluation(WorkerPool())
+
+
+@pytest.mark.parametrize(("many", "few"), [(Who, Evaluating), (Evaluating, Who)], ids=["training", "evaluations"])
+async def test_training_and_evaluations_take_turns_however_many_come(many: type[Who], few: type[Who]) -> None:
+    scene = Scene(MEMORY, max_held=6)
+    await scene.begin("0", 500)
+    tasks = [scene.come(f"m{number}", 500, many(number)) for number in range(6)]
+    await settled()
+    tasks += [scene.come(f"f{number}", 500, few(10 + number)) for number in range(2)]
+    await settled()
+    with pytest.raises(NoWorkerAvailable, match="6 requests wait already"):
+        await scene.begin("m6", 500, many(6))
+    expected = ["0", "m0", "f0", "m1", "f1", "m2", "m3", "m4", "m5"]
+    for begun, key in enumerate(expected, 1):
+        await until(lambda count=begun: len(scene.began) == count, "one has room")
+        scene.end(key)
+    await soon(asyncio.gather(*tasks))
+    assert scene.began == expected
+
+
+@pytest.mark.parametrize(("many", "few"), [(Who, Evaluating), (Evaluating, Who)], ids=["training", "evaluations"])
+async def test_they_take_turns_beside_a_kept_worker_too(many: type[Who], few: type[Who]) -> None:
+    for line in (Who, Evaluating):
+        scene = Scene(MEMORY, MEMORY)
+        for key in "ab":
+            await scene.begin(key, 400)
+        large = scene.come("large", 500, line(1))
+        await settled()
+        kinds = [("m", many)] * 4 + [("f", few)] * 2
+        small = [scene.come(f"{name}{place}", 50, kind(2 + place)) for place, (name, kind) in enumerate(kinds)]
+        await until(lambda scene=scene: len(scene.began) == 4, "two have room on the other worker")
+        assert (large.done(), sorted(key[0] for key in scene.began[2:])) == (False, ["f", "m"])
+        for key in "ab":
+            scene.end(key)
+        await soon(asyncio.gather(large, *small))
 
 
 async def test_who_wants_much_keeps_one_worker_and_the_others_go_on() -> None:
