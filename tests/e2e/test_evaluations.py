@@ -240,9 +240,20 @@ async def test_a_header_begins_an_evaluation_and_joins_no_other_session(trial: S
     assert (await api.post(trial, "mine", body, evaluates)).status == 200
     assert (await api.post(trial, "other", body)).status == 200
     assert (await trial.read("mine"))["metadata"]["evaluation"] is True
-    refused(await api.post(trial, "other", body, evaluates))
+    await trial.create("third")
+    text: Any = {"text": "Once", "sampling_params": SHORT}
+    for other in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+        with case(other):
+            refused(await Api(other, named=True).post(trial, "other", body, evaluates))
+            refused(await Api(other).post(trial, "third", body, evaluates))
+            for value in ("yes", "true"):
+                nowhere = await trial.ask("POST", other, body, [("X-Evaluation", value)])
+                assert (nowhere.status, b"X-Evaluation" in nowhere.body) == (400, True)
+    refused(await trial.ask("POST", "/sessions/third/generate", text, evaluates))
     wrong = await api.post(trial, "third", body, [("X-Evaluation", "yes")])
     assert (wrong.status, wrong.error_type) == (400, "invalid_request")
+    for session in ("other", "third"):
+        assert len(await trial.records(session)) == (session == "other")
     await update(trial, "2")
     refused(await api.post(trial, "mine", body), "1", "2")
 
@@ -256,7 +267,7 @@ async def test_what_an_evaluation_may_say_is_checked(trial: SessionTrial) -> Non
     twice = await trial.ask("POST", "/sessions", {"evaluation": True, "contract": {"evaluation": WAITS}})
     assert (twice.status, b"differ" in twice.body) == (400, True)
     session = await trial.create(evaluation=False)
-    assert "evaluation" not in (await trial.read(session))["metadata"]
+    assert not {"evaluation", "contract"} & {*(await trial.read(session))["metadata"]}
     session = await trial.create(contract={"budget": {"max_turns": 3}}, evaluation=WAITS)
     contract = (await trial.read(session))["metadata"]["contract"]
     assert contract == {"budget": {"max_turns": 3}, "evaluation": WAITS}
@@ -272,9 +283,10 @@ async def test_the_client_makes_evaluations(trial: SessionTrial) -> None:
 # Restarts
 
 
-async def test_an_evaluation_keeps_its_version_through_a_restart(restarts: Restarts) -> None:
+@pytest.mark.parametrize("said", [True, {}], ids=["true", "an empty object"])
+async def test_an_evaluation_keeps_its_version_through_a_restart(restarts: Restarts, said: Any) -> None:
     async with restarts.started() as before:
-        session = await before.create(evaluation=True)
+        session = await before.create(evaluation=said)
         answer = await before.chat(session, HI)
         await before.ask("POST", "/session/finalize", {"session_id": (other := await before.create())})
     async with restarts.started() as after:
