@@ -47,7 +47,7 @@ from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
-from miles_router.errors import BadRequest, ConfigError
+from miles_router.errors import ConfigError
 from miles_router.middlewares import (
     ASGIApp,
     HasDataPaths,
@@ -60,7 +60,6 @@ from miles_router.middlewares import (
     Send,
     first_header,
 )
-from miles_router.middlewares.generation import asks_for_evaluation
 from miles_router.middlewares.rows import RowSource
 from miles_router.middlewares.state import BODY_SAYS, HasOwners, Restores
 
@@ -256,8 +255,6 @@ class OpenAISessionMiddleware:
             for dialect in self._dialects:
                 if await dialect.answer(scope, receive, send):
                     return
-            if self._endpoint.is_turn(scope) and asks_for_evaluation(scope["headers"]):
-                raise BadRequest("X-Evaluation needs a session, named by X-Session-Id or by the address")
             await self.app(scope, receive, send)
 
 

@@ -240,22 +240,30 @@ async def test_a_header_begins_an_evaluation_and_joins_no_other_session(trial: S
     assert (await api.post(trial, "mine", body, evaluates)).status == 200
     assert (await api.post(trial, "other", body)).status == 200
     assert (await trial.read("mine"))["metadata"]["evaluation"] is True
-    await trial.create("third")
-    text: Any = {"text": "Once", "sampling_params": SHORT}
-    for other in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
-        with case(other):
-            refused(await Api(other, named=True).post(trial, "other", body, evaluates))
-            refused(await Api(other).post(trial, "third", body, evaluates))
-            for value in ("yes", "true"):
-                nowhere = await trial.ask("POST", other, body, [("X-Evaluation", value)])
-                assert (nowhere.status, b"X-Evaluation" in nowhere.body) == (400, True)
-    refused(await trial.ask("POST", "/sessions/third/generate", text, evaluates))
     wrong = await api.post(trial, "third", body, [("X-Evaluation", "yes")])
     assert (wrong.status, wrong.error_type) == (400, "invalid_request")
-    for session in ("other", "third"):
-        assert len(await trial.records(session)) == (session == "other")
     await update(trial, "2")
     refused(await api.post(trial, "mine", body), "1", "2")
+
+
+async def test_the_header_is_refused_where_it_has_no_effect(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        session, own = await trial.create(), await trial.create(evaluation=True)
+        for value in ("true", "yes"):
+            named = [("X-Evaluation", value)]
+            for api in PLAIN:
+                body = api.body("Hi" if api.path in (COMPLETIONS, "/v1/responses") else HI, 4)
+                for path in (f"/sessions/{session}{api.path}", api.path):
+                    with case(value, path):
+                        reply = await trial.ask("POST", path, body, named)
+                        assert (reply.status, b"X-Evaluation has no effect" in reply.body) == (400, True), reply.body
+            text: Any = {"text": "Once", "sampling_params": SHORT}
+            for path in ("/generate", f"/sessions/{session}/generate"):
+                assert (await trial.ask("POST", path, text, named)).status == 400
+        assert await trial.records(session) == []
+        assert not list(trial.worker.log.at(CHAT))
+        assert (await trial.turn(own, HI, [("X-Evaluation", "true")])).status == 200
+        assert (await trial.turn(session, HI, [("X-Evaluation", "false")])).status == 200
 
 
 async def test_what_an_evaluation_may_say_is_checked(trial: SessionTrial) -> None:

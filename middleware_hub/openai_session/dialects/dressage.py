@@ -33,7 +33,7 @@ from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import is_session_name
 from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from miles_router.engines import paths
-from miles_router.errors import BadRequest, BodyTooLarge, RouterError, UpstreamError
+from miles_router.errors import BadRequest, BodyTooLarge, Conflict, RouterError, UpstreamError
 from miles_router.middlewares import Exchange, Receive, Router, Scope, Send, first_header
 from miles_router.middlewares.generation import asks_for_evaluation
 from miles_router.middlewares.state import BODY_SAYS
@@ -114,6 +114,8 @@ class DressageDialect:
         evaluates = asks_for_evaluation(scope["headers"])
         contract = read_contract({**self._contract.given, "evaluation": True}) if evaluates else self._contract
         session = self._sessions.store.get_or_create(name, contract)
+        if evaluates and not session.is_evaluation:
+            raise Conflict(f"session {name!r} began without X-Evaluation, and is not an evaluation")
         if instance is not None:
             session.metadata.setdefault("instance_id", instance)
         try:

@@ -12,7 +12,6 @@ from middleware_hub.openai_session.agent_apis.agent_api import AgentApi
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.turns.evaluating import require_evaluation
 from middleware_hub.openai_session.turns.reply import ReplySender
 from middleware_hub.openai_session.turns.run_turn import TurnRunner
 from middleware_hub.openai_session.turns.shown_models import shown_models
@@ -83,7 +82,6 @@ class SessionEndpoint:
         if await self.beside(session, scope, receive, send):
             return
         if method == "POST" and path in UNTRACED:
-            require_evaluation(session, scope)
             body, send = await Exchange.of(scope).read(receive), self._until_durable(session, send)
             with self._store.in_use(session):
                 await self._runner.pass_untraced(session, "this endpoint is not traced", body, scope, receive, send)
@@ -101,8 +99,7 @@ class SessionEndpoint:
         return ReplySender(send, partial(self._archive.save, session)).send
 
     async def turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one turn of a session. Raises like `TurnRunner.run_turn` and `require_evaluation`."""
-        require_evaluation(session, scope)
+        """Run one turn of a session. Raises like `TurnRunner.run_turn`."""
         await self._runner.run_turn(self._apis[scope["path"]], session, scope, receive, send)
 
 

@@ -8,9 +8,8 @@ from middleware_hub.openai_session.episodes.contract import WAIT
 from middleware_hub.openai_session.sessions.session import Session
 from miles_router.engines.answers import ABORT
 from miles_router.engines.openai.choices import Choice
-from miles_router.errors import Conflict
-from miles_router.middlewares import Exchange, Router, Scope
-from miles_router.middlewares.generation import Evaluation, asks_for_evaluation
+from miles_router.middlewares import Exchange, Router
+from miles_router.middlewares.generation import Evaluation
 
 
 def evaluation_of(session: Session, router: Router) -> Evaluation | None:
@@ -20,17 +19,6 @@ def evaluation_of(session: Session, router: Router) -> Evaluation | None:
     waits = session.episode.contract.evaluation == WAIT
     began = session.turns[0].facts.get("answered_at") if session.turns else None
     return Evaluation(router.fleet, next(iter(session.weight_versions), None), began, waits=waits)
-
-
-def require_evaluation(session: Session, scope: Scope) -> None:
-    """Check that a request with `X-Evaluation: true` is one of an evaluation.
-
-    Raises:
-        Conflict: its session is for training.
-        BadRequest: the header is invalid.
-    """
-    if asks_for_evaluation(scope["headers"]) and not session.is_evaluation:
-        raise Conflict(f"session {session.id!r} began without X-Evaluation or `evaluation`, and is not an evaluation")
 
 
 def check_evaluated(session: Session, exchange: Exchange, choices: Sequence[Choice]) -> None:
