@@ -20,7 +20,16 @@ from tests.support.cuts import continue_, cut, cuttable, go_on, new_version, pau
 from tests.support.experts_trial import SHORT, simulated_experts
 from tests.support.http import RawReply, whole_or_cut
 from tests.support.session_apis import BOTH, COMPLETIONS, PLAIN, Api, case
-from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, message_of, qwen3, simulated_sessions, user
+from tests.support.session_trial import (
+    CHAT,
+    SESSIONS,
+    SessionTrial,
+    message_of,
+    qwen3,
+    session_trial,
+    simulated_sessions,
+    user,
+)
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
@@ -162,6 +171,25 @@ async def test_a_turn_within_which_the_weights_change_is_neither_recorded_nor_co
                     await go_on(trial, brake, str(number + 1))
                     shows_conflict(await turn, stream=stream)
                 assert await trial.records(session) == []
+
+
+@pytest.mark.parametrize("said", [True, WAITS], ids=["refuse", "wait"])
+async def test_a_worker_that_was_lost_before_its_answer_decides_no_version(stage: Stage, said: Any) -> None:
+    kind: Any = {"tokenizer": qwen3(), "weight_version": "1", "token_latency_s": 0.0002}
+    async with SimulatedWorker(**kind) as one, SimulatedWorker(**kind) as other:
+        trial = await session_trial(stage, one, other, gate_timeout=1.0)
+        session = await trial.create(evaluation=said)
+        brakes = [Brake(worker.engine) for worker in trial.workers]
+        for brake in brakes:
+            brake.on = True
+        async with under_way(trial.turn(session, HI)) as turn:
+            await until(lambda: one.engine.running or other.engine.running, "a worker has the turn")
+            await new_version(trial, "2")
+            await (one if one.engine.running else other).kill()
+            for brake in brakes:
+                brake.on = False
+            assert (await soon(turn)).status == 200
+        assert await versions(trial, session) == {"2"}
 
 
 async def test_weights_without_a_name_are_refused(trial: SessionTrial) -> None:
