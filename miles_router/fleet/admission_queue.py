@@ -117,10 +117,10 @@ class AdmissionQueue:
         self._fewest_tokens = min(self._fewest_tokens, queued.tokens)
 
     def _remove(self, queued: _QueuedRequest) -> None:
-        line, other = self._lines[queued.line], 1 - queued.line
+        line, next_line = self._lines[queued.line], 1 - queued.line
         if queued is self._first:
             self._admission.unreserve()
-            self._next = other if self._lines[other] else queued.line
+            self._next = next_line if self._lines[next_line] else queued.line
         del line[bisect_left(line, queued.number, key=_NUMBER)]
         self._last = queued.line
         others = self._by_session[queued.key]
@@ -130,7 +130,7 @@ class AdmissionQueue:
         if not others:
             del self._by_session[queued.key]
         if len(self):
-            self._lines[self._next][0].wake()
+            self._first.wake()
         else:
             self._fewest_tokens = inf
 

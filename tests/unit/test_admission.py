@@ -92,6 +92,9 @@ class Scene:
     def come(self, key: str, tokens: int, who: Who | None = None) -> asyncio.Task[None]:
         return asyncio.ensure_future(self.begin(key, tokens, who))
 
+    async def have_begun(self, count: int) -> None:
+        await until(lambda: len(self.began) == count, f"{count} have begun")
+
     def end(self, key: str) -> None:
         self.leases.pop(key).release()
         self.pool.homes.forget(key)
@@ -214,7 +217,7 @@ async def test_training_and_evaluations_take_turns_however_many_come(many: type[
         await scene.begin("m6", 500, many(6))
     expected = ["0", "m0", "f0", "m1", "f1", "m2", "m3", "m4", "m5"]
     for begun, key in enumerate(expected, 1):
-        await until(lambda count=begun: len(scene.began) == count, "one has room")
+        await scene.have_begun(begun)
         scene.end(key)
     await soon(asyncio.gather(*tasks))
     assert scene.began == expected
@@ -230,7 +233,7 @@ async def test_they_take_turns_beside_a_kept_worker_too(many: type[Who], few: ty
         await settled()
         kinds = [("m", many)] * 4 + [("f", few)] * 2
         small = [scene.come(f"{name}{place}", 50, kind(2 + place)) for place, (name, kind) in enumerate(kinds)]
-        await until(lambda scene=scene: len(scene.began) == 4, "two have room on the other worker")
+        await scene.have_begun(4)
         assert (large.done(), sorted(key[0] for key in scene.began[2:])) == (False, ["f", "m"])
         for key in "ab":
             scene.end(key)
