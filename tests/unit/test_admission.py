@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +12,7 @@ from miles_router.asgi.request_routing import Routing
 from miles_router.engines.facts import Facts
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.evaluation import Evaluation
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
@@ -202,7 +204,9 @@ class Evaluating(Who):
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(number)
-        self.evaluation = Evaluation(WorkerPool())
+        pool, nobody = WorkerPool(), cast("Any", None)
+        gate = Gate(pool.admission, max_held=0, timeout=0.0)
+        self.evaluation = Evaluation(Fleet(pool=pool, gate=gate, policy=POLICY, probes=nobody, fan_out=nobody))
 
 
 @pytest.mark.parametrize(("many", "few"), [(Who, Evaluating), (Evaluating, Who)], ids=["training", "evaluations"])
