@@ -250,7 +250,7 @@ class RouterClient(FleetControl):
         return Session(self._transport, self.base_url, session_id, self._api_key)
 
     async def sessions(self) -> list[SessionInfo]:
-        """Return the sessions that the router holds."""
+        """Return the sessions that the router holds, without evaluations."""
         return await self._transport.get_list("/sessions", "sessions")
 
     # Episodes: sessions and text rollouts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.headers import RawHeaders, first_header
@@ -70,6 +71,18 @@ class Evaluation:
                 raise WeightsChanged(f"adapter {name} was loaded or unloaded since this evaluation began; {AGAIN}")
             if self._fleet.began > began:
                 raise WeightsChanged(f"adapter {name} may have changed before the router was restarted; {AGAIN}")
+
+    @contextmanager
+    def sent_to(self, version: str | None) -> Iterator[None]:
+        """Check the version of the worker that the request is sent to within this context. If the context raises, that
+        worker has sampled nothing of it, and its version decides nothing. Raises like `check`."""
+        before = self.version, self._began
+        self.check(version)
+        try:
+            yield
+        except BaseException:
+            self.version, self._began = before
+            raise
 
     def refusal(self, version: str | None = None, why: str = "") -> WeightsChanged:
         """Return the error for a request that another version would sample: `version`, or by default the fleet's."""

@@ -88,15 +88,15 @@ class Forwarder:
             excluded, generates = (*request.tried, *unable, *barred), request.generates
             rank = self._ranks.requested_rank(request) if self._fleet.pool.snapshot.ranked else None
             lease = self._fleet.lease(request.key, excluded, request.preferred, rank, tokens, body, generates=generates)
-            unit = lease.unit
-            worker = unit.worker
+            worker = lease.unit.worker
             if routing is not None:
                 routing.worker_url, routing.rank = worker.url, lease.unit.rank
                 routing.mark("worker_chosen", worker)
             try:
-                if routing is not None and routing.evaluation is not None and generates:
-                    routing.evaluation.check(worker.weight_version)
-                return await self._open_at(lease, request, routing)
+                if routing is None or routing.evaluation is None or not generates:
+                    return await self._open_at(lease, request, routing)
+                with routing.evaluation.sent_to(worker.weight_version):
+                    return await self._open_at(lease, request, routing)
             except CannotServe as refusal:
                 lease.release(answered=False)
                 unable += (worker,)

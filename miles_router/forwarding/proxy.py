@@ -20,6 +20,7 @@ from miles_router.engines.stream_end import PATHS as STREAMS
 from miles_router.engines.stream_end import StreamEnd
 from miles_router.errors import BadRequest, ClientDisconnected, FleetPaused, UpstreamBroken
 from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.evaluation import HEADER
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarded import AnyReply
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 
 OK, NOT_MODIFIED = 200, 304
 STREAM = b"text/event-stream"
+NO = b"false"
+NO_EVALUATION = (
+    "X-Evaluation has no effect here: name a session that began as an evaluation, or send a text to /generate where "
+    "RadixTreeMiddleware is in use"
+)
 
 
 class Proxy:
@@ -61,6 +67,7 @@ class Proxy:
 
         Raises:
             BodyTooLarge, ClientDisconnected, FleetPaused, and the errors of `Forwarder.open`.
+            BadRequest: the request asks for an evaluation, and no middleware has made it one.
             UpstreamBroken, UpstreamTimeout: possibly after the reply has begun; the caller must then break the client's
                 connection off.
         """
@@ -69,6 +76,8 @@ class Proxy:
         self._metrics.bytes_in += len(body)
         request = outgoing(scope, exchange.request_id, body, self._affinity)
         routing = exchange.routing
+        if request.generates and routing.evaluation is None and dict(scope["headers"]).get(HEADER, NO) != NO:
+            raise BadRequest(NO_EVALUATION)
         if routing.worker_headers is not None and request.generates:
             request.headers = routing.worker_headers(request.headers, request.key)
         request.preferred = routing.preferred

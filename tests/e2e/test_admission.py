@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import orjson
@@ -164,6 +165,29 @@ async def test_a_turn_that_begins_in_a_deleted_session_leaves_nothing_behind(sta
             await trial.ask("DELETE", f"/sessions/{first}")
             assert (await waiting).status == 200
         assert held_tokens(trial) == 0
+
+
+async def test_an_evaluation_does_not_wait_for_all_training_before_it(stage: Stage) -> None:
+    async with sessions(stage) as trial:
+        first, *training = [await trial.create() for _ in range(3)]
+        assert (await trial.turn(first, LONG, max_tokens=3)).status == 200
+        evaluation = await trial.create(evaluation=True)
+        async with AsyncExitStack() as turns:
+            one, other, own = [
+                await _queued(turns, trial, session, place) for place, session in enumerate((*training, evaluation), 1)
+            ]
+            await trial.ask("DELETE", f"/sessions/{first}")
+            assert (await one).status == 200
+            await trial.ask("DELETE", f"/sessions/{training[0]}")
+            assert ((await own).status, other.done()) == (200, False)
+            await trial.ask("DELETE", f"/sessions/{evaluation}")
+            assert (await other).status == 200
+
+
+async def _queued(turns: AsyncExitStack, trial: SessionTrial, session: str, place: int) -> asyncio.Task[RawReply]:
+    turn = await turns.enter_async_context(under_way(trial.turn(session, LONG, max_tokens=3)))
+    await held(trial.router, place)
+    return turn
 
 
 async def test_a_repeated_turn_waits_with_the_one_that_it_repeats(stage: Stage) -> None:

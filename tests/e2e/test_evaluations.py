@@ -20,7 +20,16 @@ from tests.support.cuts import continue_, cut, cuttable, go_on, new_version, pau
 from tests.support.experts_trial import SHORT, simulated_experts
 from tests.support.http import RawReply, whole_or_cut
 from tests.support.session_apis import BOTH, COMPLETIONS, PLAIN, Api, case
-from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, message_of, qwen3, simulated_sessions, user
+from tests.support.session_trial import (
+    CHAT,
+    SESSIONS,
+    SessionTrial,
+    message_of,
+    qwen3,
+    session_trial,
+    simulated_sessions,
+    user,
+)
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
@@ -164,6 +173,25 @@ async def test_a_turn_within_which_the_weights_change_is_neither_recorded_nor_co
                 assert await trial.records(session) == []
 
 
+@pytest.mark.parametrize("said", [True, WAITS], ids=["refuse", "wait"])
+async def test_a_worker_that_was_lost_before_its_answer_decides_no_version(stage: Stage, said: Any) -> None:
+    kind: Any = {"tokenizer": qwen3(), "weight_version": "1", "token_latency_s": 0.0002}
+    async with SimulatedWorker(**kind) as one, SimulatedWorker(**kind) as other:
+        trial = await session_trial(stage, one, other, gate_timeout=1.0)
+        session = await trial.create(evaluation=said)
+        brakes = [Brake(worker.engine) for worker in trial.workers]
+        for brake in brakes:
+            brake.on = True
+        async with under_way(trial.turn(session, HI)) as turn:
+            await until(lambda: one.engine.running or other.engine.running, "a worker has the turn")
+            await new_version(trial, "2")
+            await (one if one.engine.running else other).kill()
+            for brake in brakes:
+                brake.on = False
+            assert (await soon(turn)).status == 200
+        assert await versions(trial, session) == {"2"}
+
+
 async def test_weights_without_a_name_are_refused(trial: SessionTrial) -> None:
     assert (await trial.ask("POST", "/update_weights_from_disk", {"model_path": "/new"})).status == 200
     assert "weight_version" in refused(await trial.turn(await trial.create(evaluation=True), HI))
@@ -240,11 +268,30 @@ async def test_a_header_begins_an_evaluation_and_joins_no_other_session(trial: S
     assert (await api.post(trial, "mine", body, evaluates)).status == 200
     assert (await api.post(trial, "other", body)).status == 200
     assert (await trial.read("mine"))["metadata"]["evaluation"] is True
-    refused(await api.post(trial, "other", body, evaluates))
     wrong = await api.post(trial, "third", body, [("X-Evaluation", "yes")])
     assert (wrong.status, wrong.error_type) == (400, "invalid_request")
     await update(trial, "2")
     refused(await api.post(trial, "mine", body), "1", "2")
+
+
+async def test_the_header_is_refused_where_it_has_no_effect(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        session, own = await trial.create(), await trial.create(evaluation=True)
+        for value in ("true", "yes"):
+            named = [("X-Evaluation", value)]
+            for api in PLAIN:
+                body = api.body("Hi" if api.path in (COMPLETIONS, "/v1/responses") else HI, 4)
+                for path in (f"/sessions/{session}{api.path}", api.path):
+                    with case(value, path):
+                        reply = await trial.ask("POST", path, body, named)
+                        assert (reply.status, b"X-Evaluation has no effect" in reply.body) == (400, True), reply.body
+            text: Any = {"text": "Once", "sampling_params": SHORT}
+            for path in ("/generate", f"/sessions/{session}/generate"):
+                assert (await trial.ask("POST", path, text, named)).status == 400
+        assert await trial.records(session) == []
+        assert not list(trial.worker.log.at(CHAT))
+        assert (await trial.turn(own, HI, [("X-Evaluation", "true")])).status == 200
+        assert (await trial.turn(session, HI, [("X-Evaluation", "false")])).status == 200
 
 
 async def test_what_an_evaluation_may_say_is_checked(trial: SessionTrial) -> None:
@@ -256,7 +303,7 @@ async def test_what_an_evaluation_may_say_is_checked(trial: SessionTrial) -> Non
     twice = await trial.ask("POST", "/sessions", {"evaluation": True, "contract": {"evaluation": WAITS}})
     assert (twice.status, b"differ" in twice.body) == (400, True)
     session = await trial.create(evaluation=False)
-    assert "evaluation" not in (await trial.read(session))["metadata"]
+    assert not {"evaluation", "contract"} & {*(await trial.read(session))["metadata"]}
     session = await trial.create(contract={"budget": {"max_turns": 3}}, evaluation=WAITS)
     contract = (await trial.read(session))["metadata"]["contract"]
     assert contract == {"budget": {"max_turns": 3}, "evaluation": WAITS}
@@ -272,9 +319,10 @@ async def test_the_client_makes_evaluations(trial: SessionTrial) -> None:
 # Restarts
 
 
-async def test_an_evaluation_keeps_its_version_through_a_restart(restarts: Restarts) -> None:
+@pytest.mark.parametrize("said", [True, {}], ids=["true", "an empty object"])
+async def test_an_evaluation_keeps_its_version_through_a_restart(restarts: Restarts, said: Any) -> None:
     async with restarts.started() as before:
-        session = await before.create(evaluation=True)
+        session = await before.create(evaluation=said)
         answer = await before.chat(session, HI)
         await before.ask("POST", "/session/finalize", {"session_id": (other := await before.create())})
     async with restarts.started() as after:

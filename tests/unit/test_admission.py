@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 
 from miles_router.asgi.request_routing import Routing
 from miles_router.engines.facts import Facts
 from miles_router.errors import NoWorkerAvailable
+from miles_router.fleet.evaluation import Evaluation
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
@@ -90,6 +93,9 @@ class Scene:
 
     def come(self, key: str, tokens: int, who: Who | None = None) -> asyncio.Task[None]:
         return asyncio.ensure_future(self.begin(key, tokens, who))
+
+    async def have_begun(self, count: int) -> None:
+        await until(lambda: len(self.began) == count, f"{count} have begun")
 
     def end(self, key: str) -> None:
         self.leases.pop(key).release()
@@ -191,6 +197,51 @@ async def test_whoever_waits_for_room_gets_it_in_the_order_of_coming() -> None:
     scene.end("1")
     await soon(asyncio.gather(*tasks))
     assert scene.began == ["a", "0", "1", "2", "3"]
+
+
+class Evaluating(Who):
+    """A request of an evaluation."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(number)
+        pool, nobody = WorkerPool(), cast("Any", None)
+        gate = Gate(pool.admission, max_held=0, timeout=0.0)
+        self.evaluation = Evaluation(Fleet(pool=pool, gate=gate, policy=POLICY, probes=nobody, fan_out=nobody))
+
+
+@pytest.mark.parametrize(("many", "few"), [(Who, Evaluating), (Evaluating, Who)], ids=["training", "evaluations"])
+async def test_training_and_evaluations_take_turns_however_many_come(many: type[Who], few: type[Who]) -> None:
+    scene = Scene(MEMORY, max_held=6)
+    await scene.begin("0", 500)
+    tasks = [scene.come(f"m{number}", 500, many(number)) for number in range(6)]
+    await settled()
+    tasks += [scene.come(f"f{number}", 500, few(10 + number)) for number in range(2)]
+    await settled()
+    with pytest.raises(NoWorkerAvailable, match="6 requests wait already"):
+        await scene.begin("m6", 500, many(6))
+    expected = ["0", "m0", "f0", "m1", "f1", "m2", "m3", "m4", "m5"]
+    for begun, key in enumerate(expected, 1):
+        await scene.have_begun(begun)
+        scene.end(key)
+    await soon(asyncio.gather(*tasks))
+    assert scene.began == expected
+
+
+@pytest.mark.parametrize(("many", "few"), [(Who, Evaluating), (Evaluating, Who)], ids=["training", "evaluations"])
+async def test_they_take_turns_beside_a_kept_worker_too(many: type[Who], few: type[Who]) -> None:
+    for line in (Who, Evaluating):
+        scene = Scene(MEMORY, MEMORY)
+        for key in "ab":
+            await scene.begin(key, 400)
+        large = scene.come("large", 500, line(1))
+        await settled()
+        kinds = [("m", many)] * 4 + [("f", few)] * 2
+        small = [scene.come(f"{name}{place}", 50, kind(2 + place)) for place, (name, kind) in enumerate(kinds)]
+        await scene.have_begun(4)
+        assert (large.done(), sorted(key[0] for key in scene.began[2:])) == (False, ["f", "m"])
+        for key in "ab":
+            scene.end(key)
+        await soon(asyncio.gather(large, *small))
 
 
 async def test_who_wants_much_keeps_one_worker_and_the_others_go_on() -> None:

@@ -83,7 +83,7 @@ def summary_of(session_id: str, head: bytes) -> dict[str, Any]:
     known = orjson.loads(head)
     return {
         "session_id": session_id,
-        "evaluation": bool((known["contract"] or {}).get("evaluation")),
+        "evaluation": (known["contract"] or {}).get("evaluation") not in (None, False),
         **{name: known[name] for name in ("turns", "tokens", "bytes")},
         "in_flight": 0,
         "created_at": known["created_at"],

@@ -133,7 +133,7 @@ def with_evaluation(contract: object, evaluation: object) -> object:
         return contract
     if contract and contract.get("evaluation") not in (None, evaluation):
         raise BadRequest("evaluation and contract.evaluation differ; give one of them")
-    return {**(contract or {}), "evaluation": evaluation}
+    return contract if evaluation is False else {**(contract or {}), "evaluation": evaluation}
 
 
 def _read_evaluation(given: object) -> str | None:
