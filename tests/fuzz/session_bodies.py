@@ -109,50 +109,12 @@ ODD: tuple[bytes, ...] = (
 ODD += (b'"\\ud800"', b"NaN", b'"\\u0000"', b'{"a": {}}', b"<<300*[>>1<<300*]>>", b"<<2000*[>>", b'["x"]', b"[null]")
 ODD += (b'{"role": "tool"}', b'"<<70000*x>>"', b'"user"', b'"system"', b"[1e9]", b'{"type": "text", "text": 1}')
 ODD += (b'{"type": "tool_use"}', b'[{"type": "tool_reference", "tool_name": "f"}]', b'[{"type": "redacted_thinking"}]')
-FIELDS: tuple[bytes, ...] = (
-    b"session_id",
-    b"metadata",
-    b"messages",
-    b"role",
-    b"content",
-    b"tool_calls",
-    b"n",
-    b"stop",
-    b"input_ids",
-)
-FIELDS += (
-    b"text",
-    b"sampling_params",
-    b"rid",
-    b"instance_id",
-    b"reward",
-    b"label",
-    b"branches",
-    b"max_groups",
-    b"logprobs",
-)
-FIELDS += (
-    b"tools",
-    b"stream",
-    b"stream_options",
-    b"leaf",
-    b"start",
-    b"return_logprob",
-    b"prompt",
-    b"echo",
-    b"logit_bias",
-)
-FIELDS += (
-    b"system",
-    b"input",
-    b"input_schema",
-    b"tool_use_id",
-    b"thinking",
-    b"signature",
-    b"defer_loading",
-    b"tool_name",
-    b"type",
-)
+FIELDS = (
+    b"session_id metadata messages role content tool_calls n stop input_ids text sampling_params rid "
+    b"instance_id reward label branches max_groups logprobs tools stream stream_options leaf start "
+    b"return_logprob prompt echo logit_bias system input input_schema tool_use_id thinking signature "
+    b"defer_loading tool_name type"
+).split()
 
 
 @dataclass

@@ -22,6 +22,7 @@ from miles_router.forwarding.framing import request_head
 from miles_router.metrics import ClientStatistics
 from miles_router.serving import client_connection, request_reader
 from miles_router.serving.clients import ClientConnections
+from tests.support.waiting import settled
 from tests.support.wire import Wire, WorkerEnd
 
 TOKEN = "abcXYZ019!#$%&'*+-.^_`|~"
@@ -230,16 +231,10 @@ async def served(arrived: Sequence[bytes], answer: Answer) -> tuple[list[Seen], 
         if wire.closed:
             break
         connection.data_received(data)
-        await settled()
+        await settled(40)  # these apps wait for nothing but their client
     connection.connection_lost(None)
-    await settled()
+    await settled(40)
     return seen, wire
-
-
-async def settled() -> None:
-    """Until nothing is left to do: these apps wait for nothing but their client."""
-    for _ in range(40):
-        await asyncio.sleep(0)
 
 
 def requests_by_h11(data: bytes) -> list[Seen]:

@@ -186,7 +186,7 @@ async def disturb(scene: Scene, plan: Plan, asked: asyncio.Future[RawReply]) -> 
     return done
 
 
-def answers(plan: Plan, reply: RawReply, *, joined: bool = True) -> list[dict[str, Any]]:
+def answers(plan: Plan, reply: RawReply) -> list[dict[str, Any]]:
     """Every generation's answer, a stream's put together as a client does it."""
     assert reply.status == 200, reply.body
     if not plan.stream:

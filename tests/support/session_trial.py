@@ -226,8 +226,3 @@ def _exactly(
     assert sample["tokens"] == tokens
     assert sample["loss_mask"] == mask
     assert np.array_equal(np.array(sample["logprobs"], np.float32), np.array(logprobs, np.float32))
-
-
-def equal_roles(one: Message, other: Message) -> bool:
-    """An equality of messages that an operator may name."""
-    return bool(one["role"] == other["role"])

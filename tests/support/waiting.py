@@ -51,6 +51,22 @@ async def soon(awaitable: Awaitable[Result]) -> Result:
     return await within(PATIENCE, waiting(), name="what comes soon")
 
 
+async def settled(steps: int = 10) -> None:
+    """Let everything run that can."""
+    for _ in range(steps):
+        await asyncio.sleep(0)
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def at_once(work: Coroutine[Any, Any, Result]) -> Result:
     """What work gives that has nothing to wait for, without an event loop; it may let others go on (`sleep(0)`)."""
     try:

@@ -15,24 +15,15 @@ from miles_router.fleet.evaluation import Evaluation
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.homes import LONGEST, Homes
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Unit, Worker
-from tests.support.waiting import soon, until
+from tests.support.waiting import Clock, settled, soon, until
 
 MEMORY, SHARE = 1_000, 0.5
 POLICY = LeastInFlight()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Who(Routing):
@@ -63,24 +54,20 @@ class Scene:
         return worker
 
     @property
-    def rules(self) -> Admission:
-        return self.pool.admission
-
-    @property
-    def units(self) -> list[Unit]:
-        return [unit for worker in self.pool for unit in worker.units]
+    def first(self) -> Worker:
+        return next(iter(self.pool))
 
     @property
     def tokens(self) -> list[int]:
-        return [unit.tokens for unit in self.units]
+        return [unit.tokens for worker in self.pool for unit in worker.units]
 
     def lease(self, key: str, tokens: int, preferred: Unit | None = None) -> Lease:
         url = None if preferred is None else preferred.worker.url
         return self.pool.lease(POLICY, key, tokens=tokens, generates=True, preferred=url)
 
-    def turn(self, key: str, tokens: int, *, answered: bool = True) -> Unit:
+    def turn(self, key: str, tokens: int) -> Unit:
         lease = self.lease(key, tokens)
-        lease.release(answered=answered)
+        lease.release()
         return lease.unit
 
     async def begin(self, key: str, tokens: int, who: Who | None = None) -> None:
@@ -100,12 +87,6 @@ class Scene:
     def end(self, key: str) -> None:
         self.leases.pop(key).release()
         self.pool.homes.forget(key)
-
-
-async def settled() -> None:
-    """Let everything that can run, run."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def test_it_goes_where_the_room_is_whatever_the_policy_prefers() -> None:
@@ -130,45 +111,30 @@ def test_a_first_turn_that_failed_holds_nothing(prompts: int) -> None:
     assert scene.gate.queue.must_wait("a", 400), "it begins anew"
 
 
-def _ends(scene: Scene) -> None:
-    scene.end("a")
-
-
 def _expires(scene: Scene) -> None:
     scene.leases["a"].release()
     scene.clock.now += LONGEST + 1
 
 
-def _joins(scene: Scene) -> None:
-    scene.add("new", MEMORY)
-
-
-def _has_more_memory(scene: Scene) -> None:
-    next(iter(scene.pool)).facts = Facts(token_capacity=2 * MEMORY)
-
-
-def _has_ranks(scene: Scene) -> None:
-    scene.pool.set_ranks(next(iter(scene.pool)), 2)
-
-
-def _is_lost(scene: Scene) -> None:
-    scene.pool.remove(next(iter(scene.pool)))
-
-
-def _is_quarantined(scene: Scene) -> None:
-    for _ in range(3):
-        scene.pool.record_failure(next(iter(scene.pool)), "refused")
-
-
 def _is_drained(scene: Scene) -> None:
     scene.add("new", MEMORY)
-    scene.pool.drain(next(iter(scene.pool)), lambda: None)
+    scene.pool.drain(scene.first, lambda: None)
 
 
-@pytest.mark.parametrize(
-    "happens", [_ends, _expires, _joins, _has_more_memory, _has_ranks, _is_lost, _is_quarantined, _is_drained]
-)
-async def test_whatever_gives_room_is_noticed(happens: Callable[[Scene], None]) -> None:
+HAPPENS: dict[str, Callable[[Scene], object]] = {
+    "the session ends": lambda scene: scene.end("a"),
+    "the session expires": _expires,
+    "a worker joins": lambda scene: scene.add("new", MEMORY),
+    "more memory": lambda scene: setattr(scene.first, "facts", Facts(token_capacity=2 * MEMORY)),
+    "ranks": lambda scene: scene.pool.set_ranks(scene.first, 2),
+    "the worker is lost": lambda scene: scene.pool.remove(scene.first),
+    "quarantine": lambda scene: [scene.pool.record_failure(scene.first, "refused") for _ in range(3)],
+    "drain": _is_drained,
+}
+
+
+@pytest.mark.parametrize("happens", HAPPENS.values(), ids=HAPPENS)
+async def test_whatever_gives_room_is_noticed(happens: Callable[[Scene], object]) -> None:
     """Where no worker is left, whoever looks for one says so."""
     scene = Scene(MEMORY)
     await scene.begin("a", 400)
@@ -274,7 +240,7 @@ async def test_the_worker_that_is_kept_stays_the_same() -> None:
     kept, other = scene.leases["a"].unit, scene.leases["b"].unit
     scene.leases["b2"].release()
     scene.pool.homes.forget("b2")
-    last = scene.pool.lease(POLICY, "b2", tokens=10, preferred=other.worker.url, generates=True)
+    last = scene.lease("b2", 10, other)
     large = scene.come("large", 500, Who(1))
     await settled()
     scene.end("b")

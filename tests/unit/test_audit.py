@@ -25,10 +25,10 @@ def comparable(
     return of_line(line, elsewhere, now, longest, {turn: distribution(turn.asked, assumed) for turn in line})
 
 
-def turn(number: int, start: int, *sampled: tuple[int, str | None], dropped: int = 0, **facts: Any) -> AuditedTurn:
-    """One that sampled from a position on; the next one dropped some of that."""
+def turn(number: int, start: int, *sampled: tuple[int, str | None], **facts: Any) -> AuditedTurn:
+    """One that sampled from a position on."""
     pieces = [Piece.sampled(range(count), [-1.0] * count, version) for count, version in sampled]
-    end = start + sum(count for count, _ in sampled) - dropped
+    end = start + sum(count for count, _ in sampled)
     known: Any = {"worker": "a", "cache_versions": (), "asked": PLAIN, "chat": True, **facts}
     return AuditedTurn(number=number, start=start, end=end, pieces=pieces, **known)
 

@@ -46,42 +46,35 @@ def test_the_routers_error_is_read_whole() -> None:
     assert str(error) == "held too long (503 fleet_paused, request mr-1)"
 
 
+LATER = {"Retry-After": "1"}
+
+
 @pytest.mark.parametrize(
-    ("status", "kind", "expected"),
+    ("status", "headers", "kind", "expected", "retryable"),
     [
-        (404, "not_found", NotFound),
-        (410, "not_found", NotFound),
-        (502, "fan_out_failed", FanOutFailed),
-        (422, "invalid_sample", InvalidSample),
-        (400, "invalid_request", ErrorReply),
-        (409, "conflict", ErrorReply),
-        (500, "internal_error", ErrorReply),
+        (404, {}, "not_found", NotFound, False),
+        (410, {}, "not_found", NotFound, False),
+        (502, {}, "fan_out_failed", FanOutFailed, False),
+        (422, {}, "invalid_sample", InvalidSample, False),
+        (400, {}, "invalid_request", ErrorReply, False),
+        (503, LATER, "no_worker_available", ErrorReply, True),
+        (503, {}, "no_worker_available", ErrorReply, False),
+        (502, {}, "upstream_unreachable", ErrorReply, True),
+        (502, {}, "upstream_timeout", ErrorReply, False),
     ],
 )
-def test_a_type_that_callers_treat_apart_has_a_class_and_is_not_retried(
-    status: int, kind: str, expected: type[RouterClientError]
+def test_an_errors_type_says_its_class_and_whether_it_may_be_asked_again(
+    status: int, headers: dict[str, str], kind: str, expected: type[RouterClientError], retryable: bool
 ) -> None:
-    error = read_error(status, {}, own(kind))
-    assert type(error) is expected
-    assert not error.retryable
-
-
-@pytest.mark.parametrize("kind", ["no_worker_available", "fleet_paused", "unavailable"])
-def test_what_the_router_names_a_time_for_may_be_asked_again(kind: str) -> None:
-    assert read_error(503, {"Retry-After": "1"}, own(kind)).retryable
-    assert not read_error(503, {}, own(kind)).retryable
-
-
-def test_an_unreachable_worker_may_be_asked_again_and_a_slow_one_may_not() -> None:
-    assert read_error(502, {}, own("upstream_unreachable")).retryable
-    for kind in ("upstream_timeout", "upstream_error"):
-        assert not read_error(502, {}, own(kind)).retryable
+    error = read_error(status, headers, own(kind))
+    assert (type(error), error.retryable) == (expected, retryable)
 
 
 @pytest.mark.parametrize(
     ("raw", "message", "kind"),
     [
         (b'{"error": {"message": "too long", "type": "BadRequestError"}}', "too long", "BadRequestError"),
+        (b'{"error": {"type": "not_found", "message": "no model"}}', "no model", "not_found"),
         (b'{"error": "Unauthorized"}', "Unauthorized", ""),
         (b'{"detail": "Not Found"}', "Not Found", ""),
         (b'{"success": false, "message": "no such file"}', "no such file", ""),
@@ -113,11 +106,6 @@ def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_o
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])
 def test_a_time_that_is_no_number_of_seconds_is_none(value: str) -> None:
     assert read_error(503, {"Retry-After": value}, own("fleet_paused")).retry_after is None
-
-
-def test_a_worker_that_uses_the_routers_words_is_no_router() -> None:
-    raw = b'{"error": {"type": "not_found", "message": "no model"}}'
-    assert type(read_error(404, {}, raw)) is ErrorReply
 
 
 def test_a_failed_fan_out_names_its_workers() -> None:

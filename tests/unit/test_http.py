@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, Receive, request_id
+from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, request_id
 from miles_router.asgi.headers import RawHeaders, header_texts, raw_headers
-from miles_router.asgi.keys import Keys
 from miles_router.asgi.path import decode_path
 from miles_router.engines.client_json import MAX_BRACKETS, MAX_COMMAS, MAX_DEPTH
-from miles_router.errors import BadRequest, BodyTooLarge, Unauthorized
+from miles_router.errors import BadRequest, BodyTooLarge
 from miles_router.fleet.worker_url import MAX_URL_LENGTH, WorkerUrl, parse_worker_url
 from miles_router.forwarding.framing import (
     CHUNKED,
@@ -94,8 +93,8 @@ BAD_HEADERS = {
 bad_headers = pytest.mark.parametrize("header", [*BAD_HEADERS.values()], ids=[*BAD_HEADERS])
 
 
-def head(headers: RawHeaders, *, status: int = 200, method: str = "GET", old: bool = False) -> tuple[bytes, int, bool]:
-    return reply_head(status, headers, method=method, http_1_0=old, keep_alive=True)
+def head(headers: RawHeaders, *, status: int = 200) -> tuple[bytes, int, bool]:
+    return reply_head(status, headers, method="GET", http_1_0=False, keep_alive=True)
 
 
 @bad_headers
@@ -133,14 +132,6 @@ def test_a_reply_has_one_length() -> None:
         head([(b"content-length", b"1"), (b"Content-Length", b"1")])
 
 
-@pytest.mark.parametrize("encoding", [b"gzip", b"gzip, chunked", b"chunked, gzip", b"identity", b""])
-def test_only_chunks_are_understood(encoding: bytes) -> None:
-    with pytest.raises(InvalidFraming):
-        request_body([(b"transfer-encoding", encoding)])
-    with pytest.raises(InvalidFraming):
-        reply_body(200, [(b"transfer-encoding", encoding)], to_head=False)
-
-
 def test_chunks_count_before_a_length() -> None:
     """RFC 9112 section 6.3: Transfer-Encoding overrides Content-Length."""
     both = [(b"content-length", b"1"), (b"transfer-encoding", b"Chunked")]
@@ -163,55 +154,17 @@ def test_what_is_sent_around_a_body_is_bounded_however_long_the_body_was() -> No
         excess.count_received(1)
 
 
-Pairs = list[tuple[bytes, bytes]]
-ACCEPT = (b"accept", b"*/*")
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        [(b"authorization", b"Bearer ")],
-        [(b"authorization", b"secret")],
-        [(b"authorization", b"Basic secret")],
-        [(b"authorization", b"Bearer secret2")],
-        [(b"authorization", b"Bearer caf\xc3\xa9")],
-        [(b"authorization", b"Bearer secret,other")],
-        [(b"x-api-key", b"Bearer secret")],
-        [(b"x-other", b"secret")],
-    ],
-)
-def test_anything_else_is_turned_away(headers: Pairs) -> None:
-    keys = Keys(["secret", "other"])
-    with pytest.raises(Unauthorized, match="api key"):
-        keys.authorize(keys.data, [ACCEPT, *headers])
-    assert keys.authorize(keys.no_key, [ACCEPT, *headers]) == [ACCEPT, *headers]
-
-
-def part(body: bytes, *, more: bool = False) -> Message:
-    return {"type": "http.request", "body": body, "more_body": more}
-
-
-def receiving(*messages: Message) -> Receive:
-    waiting = list(messages)
-
-    async def receive() -> Message:
-        return waiting.pop(0)
-
-    return receive
-
-
 def scope(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
     return {"type": "http", "headers": list(headers)}
 
 
-@pytest.mark.parametrize(
-    "messages", [[part(b"12345")], [part(b"123", more=True), part(b"45")], [part(b"12345", more=True)]]
-)
-async def test_a_body_over_the_limit_is_refused_at_the_byte_that_is_too_much(messages: list[Message]) -> None:
+async def test_a_body_over_the_limit_is_refused_at_the_byte_that_is_too_much() -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"12345"}
+
     with pytest.raises(BodyTooLarge, match="larger than 4 bytes"):
-        await Exchange("id", max_body_bytes=4).read(receiving(*messages))
-    assert await Exchange("id", max_body_bytes=5).read(receiving(*messages, part(b""))) == b"12345"
+        await Exchange("id", max_body_bytes=4).read(receive)
+    assert await Exchange("id", max_body_bytes=5).read(receive) == b"12345"
 
 
 @pytest.mark.parametrize("given", [b"", b"x" * (MAX_REQUEST_ID_LENGTH + 1), b"caf\xc3\xa9", b"tab\there", b"\x00"])
@@ -264,14 +217,9 @@ def test_json_with_very_many_values_is_refused_before_it_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "url", "host", "port", "authority", "prefix"),
     [
-        ("http://a", "http://a", "a", 80, b"a", b""),
-        ("http://a:80/", "http://a", "a", 80, b"a", b""),
         ("https://a:443", "https://a", "a", 443, b"a", b""),
-        ("HTTP://A.Example:8000", "http://a.example:8000", "a.example", 8000, b"a.example:8000", b""),
         ("http://a:1/p/q//", "http://a:1/p/q", "a", 1, b"a:1", b"/p/q"),
-        ("http://[::1]:1", "http://[::1]:1", "::1", 1, b"[::1]:1", b""),
         ("http://[2001:DB8::1]", "http://[2001:db8::1]", "2001:db8::1", 80, b"[2001:db8::1]", b""),
-        ("\thttp://a:1\n", "http://a:1", "a", 1, b"a:1", b""),
         ("http://a:", "http://a", "a", 80, b"a", b""),
     ],
 )

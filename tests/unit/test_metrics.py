@@ -122,9 +122,6 @@ class Scene:
         self.version: str | None = "1"
         self.series = RunSeries(lambda: self.version, now=lambda: self.time)
 
-    def starts(self) -> list[int]:
-        return [interval["start"] for interval in self.series.describe()["intervals"]]
-
     def turn(self) -> None:
         self.series.record({"1": 1}, given=1, reused=0)
 

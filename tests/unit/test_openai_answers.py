@@ -51,37 +51,18 @@ CHOICE: Mapping[str, Any] = {
 }
 
 
-def whole(**choice: Any) -> Choice:
-    (read,) = CHAT.choices({"choices": [{**CHOICE, **choice}]})
-    return read
-
-
 def with_meta(**meta: Any) -> dict[str, Any]:
     return {**CHOICE, "meta_info": {**CHOICE["meta_info"], **meta}}
-
-
-def sent(fields: Mapping[str, Any], *, stream: bool, ids: list[int] | None = None) -> dict[str, Any]:
-    written = None if ids is None else (b"[", *(b"%d" % each for each in ids), b"]")
-    return dict(orjson.loads(CHAT.request(fields, stream=stream, ids=written)))
 
 
 def test_whole_answers_ask_for_ids_logprobs_and_versions_streams_for_what_exists() -> None:
     fields = {"model": "m", "messages": [1], "logprobs": False, "unknown": [1.5, None]}
     known = {**fields, "logprobs": True}
-    assert sent(fields, stream=False) == {**known, "return_meta_info": True, "return_prompt_token_ids": True}
+    whole, streamed = (orjson.loads(CHAT.request(fields, stream=stream)) for stream in (False, True))
+    assert whole == {**known, "return_meta_info": True, "return_prompt_token_ids": True}
     asked = {"return_output_ids_in_sglext": True, "return_cached_tokens_details": True}
     usage = {"stream_options": {"include_usage": True}}
-    assert sent(fields, stream=True) == {**known, **asked, **usage, "return_input_ids_in_sglext": True}
-
-
-def test_a_choice_tells_what_was_sampled() -> None:
-    choice = whole()
-    assert (choice.ids, choice.logprobs) == ([5468, 103814, 151645], [-12.092743873596191, -0.5, 0.0])
-    assert (choice.index, choice.finish, choice.matched) == (0, "stop", 151645)
-    assert choice.message == CHOICE["message"]
-    assert choice.prompt == [151644, 872, 198]
-    assert choice.versions == [("1", 0, 2), ("2", 2, 3)]
-    assert choice.facts == {"rid": "f83d", "cached_tokens": 2, "retractions": 1, "versions": "engine"}
+    assert streamed == {**known, **asked, **usage, "return_input_ids_in_sglext": True}
 
 
 LACKING: Mapping[str, Any] = {
@@ -120,8 +101,8 @@ def delta(index: int = 0, finish: str | None = None, logprobs: Iterable[float] =
     }
 
 
-def chunk(*choices: Any, rid: str = "rid", **fields: Any) -> dict[str, Any]:
-    return {"id": rid, "choices": list(choices), **fields}
+def chunk(*choices: Any, **fields: Any) -> dict[str, Any]:
+    return {"id": "rid", "choices": list(choices), **fields}
 
 
 IDS = chunk(sglext={"input_ids": [5, 6], "output_ids": [[11, 12]], "cached_tokens_details": {"device": 4, "host": 1}})
@@ -129,25 +110,11 @@ TEXT = chunk(delta(logprobs=[-0.5, 0.0], content="Hello"))
 END = chunk(delta(finish="stop"))
 
 
-def grown(*chunks: Any, version: str | None = "1") -> list[Choice]:
+def grown(chunks: Iterable[Any]) -> list[Choice]:
     growing = CHAT.growing()
     for each in chunks:
-        growing.add(each, lambda: version)
+        growing.add(each, lambda: "1")
     return growing.choices()
-
-
-def test_choices_of_a_stream_are_told_apart() -> None:
-    first, second = grown(
-        chunk(delta(0, logprobs=[-1.0], content="x"), rid="a"),
-        chunk(delta(1, logprobs=[-2.0, -3.0], content="y"), rid="b"),
-        chunk(delta(1, "length"), rid="b"),
-        chunk(delta(0, "stop"), rid="b"),
-        chunk(sglext={"input_ids": [5], "output_ids": [[1], [2, 3]]}, rid="b"),
-    )
-    assert (first.index, first.ids, first.message["content"], first.finish, first.matched) == (0, [1], "x", "stop", 13)
-    assert (second.index, second.ids, second.message["content"], second.matched) == (1, [2, 3], "y", None)
-    assert (first.facts["rid"], second.facts["rid"]) == ("a", "b")
-    assert first.prompt is second.prompt
 
 
 @pytest.mark.parametrize(
@@ -166,7 +133,7 @@ def test_choices_of_a_stream_are_told_apart() -> None:
 )
 def test_a_stream_that_lacks_something_is_refused(chunks: list[Any], reason: str) -> None:
     with pytest.raises(UnreadableAnswer, match=reason) as error:
-        grown(*chunks)
+        grown(chunks)
     assert isinstance(error.value, StreamShortfall) is ("sampled ids" in reason or "logprobs" in reason)
 
 
@@ -190,11 +157,6 @@ def test_a_chunk_of_another_form_is_refused(bad: Any) -> None:
 Runs = Sequence[tuple[str, int, int]]
 
 
-def choice(versions: Runs, ids: Any = (1, 2, 3), logprobs: Any = (-1.0, -2.0, -3.0)) -> Choice:
-    runs = [VersionRun(*run) for run in versions]
-    return Choice(0, {"role": "assistant"}, "stop", None, ids, logprobs, runs)
-
-
 @pytest.mark.parametrize(
     ("versions", "reason"),
     [
@@ -207,8 +169,9 @@ def choice(versions: Runs, ids: Any = (1, 2, 3), logprobs: Any = (-1.0, -2.0, -3
     ],
 )
 def test_versions_that_do_not_fit_the_tokens_are_refused(versions: Runs, reason: str) -> None:
+    runs = [VersionRun(*run) for run in versions]
     with pytest.raises(UnreadableAnswer, match=reason):
-        choice(versions).pieces()
+        Choice(0, {"role": "assistant"}, "stop", None, [1, 2, 3], [-1.0, -2.0, -3.0], runs).pieces()
 
 
 @pytest.mark.parametrize(
@@ -339,14 +302,3 @@ def test_at_an_early_end_a_call_is_complete_only_if_it_was_sampled(
     held = HeldDelta()
     seen = [piece for each in chunks for piece in held.pieces(each)]
     assert shown([*seen, *held.at_end(finish)]) == expected
-
-
-def test_a_stop_string_and_what_may_begin_one_wait_where_they_may_be_cut() -> None:
-    held = HeldDelta(texts=True, stops=["##", "end"])
-    assert shown(held.pieces(held_chunk({"content": "a"}, "a"))) == "a"
-    assert shown(held.pieces(held_chunk({"content": "b#"}, "b#"))) == ""
-    assert shown(held.pieces(held_chunk({"content": "#c"}, "#c"))) == "b##c"
-    assert shown(held.pieces(held_chunk({"content": "the ending"}, "the ending"))) == "", "it is in there"
-    assert held.drop() == []
-    assert shown(held.pieces(held_chunk({"content": "the e"}, "the e"))) == ""
-    assert shown(held.at_end("stop")) == "the e"

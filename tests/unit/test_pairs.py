@@ -26,9 +26,15 @@ def asked(path: str = GENERATE, **body: Any) -> PairedRequest:
     return paired(path, orjson.dumps(body), orjson.loads)
 
 
-def handed(version: str | None = "1", **meta: Any) -> PrefillAnswer:
-    told = {"id": "p", "finish_reason": {"type": "length", "length": 0}, "completion_tokens": 1, **meta}
-    body = {"text": "", "output_ids": [7], "meta_info": told | ({} if version is None else {"weight_version": version})}
+def handed(**meta: Any) -> PrefillAnswer:
+    told = {
+        "id": "p",
+        "finish_reason": {"type": "length", "length": 0},
+        "completion_tokens": 1,
+        "weight_version": "1",
+        **meta,
+    }
+    body = {"text": "", "output_ids": [7], "meta_info": told}
     return read(orjson.dumps(body))
 
 

@@ -23,6 +23,7 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Unit, Worker
 from miles_router.settings.config import RouterConfig
+from tests.support.waiting import Clock
 
 
 def pool_of(count: int, homes: Homes | None = None) -> WorkerPool:
@@ -248,21 +249,9 @@ def test_the_least_recently_used_keys_are_forgotten() -> None:
     assert [key in pool.homes for key in "abc"] == [True, False, True]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def turn(
-    pool: WorkerPool, policy: Policy, key: str, tokens: int, lasts: float = 0.0, clock: Clock | None = None
-) -> Unit:
+def turn(pool: WorkerPool, policy: Policy, key: str, tokens: int) -> Unit:
     """One request of a session, from its lease to its release."""
     lease = pool.lease(policy, key, tokens=tokens)
-    if clock is not None:
-        clock.now += lasts
     lease.release()
     return lease.unit
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
-from miles_router.errors import NotFound, NoWorkerAvailable
+from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
 from miles_router.fleet.placement.policies import LeastInFlight
-from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Transition, Worker, WorkerState
+from miles_router.fleet.workers import Worker, WorkerState
 from tests.support.quiet_fleet import quiet_fleet
 
 READY, QUARANTINED, DRAINING = WorkerState.READY, WorkerState.QUARANTINED, WorkerState.DRAINING
@@ -20,24 +20,16 @@ POLICY = LeastInFlight()
 
 @dataclass
 class Scene:
-    """A pool of workers `a`, `b`, ... on a clock of its own, and what it told."""
+    """A pool of workers `a`, `b`, ..."""
 
     pool: WorkerPool
-    told: list[Transition] = field(default_factory=list)
-    time: float = 1000.0
 
     @classmethod
-    def of(cls, names: str = "", *, threshold: int = 2, readmit: ReadmitPolicy = "same-weights") -> Scene:
-        scene = cls(WorkerPool())
-        scene.pool = WorkerPool(failure_threshold=threshold, readmit=readmit, now=lambda: scene.time)
-        scene.pool.listeners.append(scene.told.append)
+    def of(cls, names: str) -> Scene:
+        scene = cls(WorkerPool(failure_threshold=2, readmit="same-weights"))
         for name in names:
-            scene.add(name)
-        scene.told.clear()
+            scene.pool.add(parse_worker_url(f"http://{name}"))
         return scene
-
-    def add(self, name: str) -> Worker:
-        return self.pool.add(parse_worker_url(f"http://{name}"))
 
     def __getitem__(self, name: str) -> Worker:
         return self.pool.get(f"http://{name}")
@@ -47,31 +39,6 @@ class Scene:
         while worker.state is not QUARANTINED:
             self.pool.record_failure(worker, "no answer")
         return worker
-
-    @property
-    def story(self) -> list[tuple[str, WorkerState | None, WorkerState | None]]:
-        return [(each.worker.address.host, each.before, each.after) for each in self.told]
-
-
-@pytest.mark.parametrize(
-    ("names", "quarantined", "drained", "says"),
-    [
-        ("", "", "", "no worker is registered.*/add_worker"),
-        ("ab", "ab", "", "no routable worker: 2 quarantined"),
-        ("abc", "a", "bc", "no routable worker: 2 draining, 1 quarantined"),
-    ],
-)
-def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: str, drained: str, says: str) -> None:
-    scene = Scene.of(names)
-    leases = [scene.pool.lease(POLICY) for _ in names]
-    for name in quarantined:
-        scene.quarantine(name)
-    for name in drained:
-        scene.pool.drain(scene[name], lambda: None)
-    with pytest.raises(NoWorkerAvailable, match=says):
-        scene.pool.lease(POLICY)
-    for lease in leases:
-        lease.release()
 
 
 @pytest.mark.parametrize("state", [READY, QUARANTINED])
@@ -90,27 +57,16 @@ def test_a_busy_worker_drains_after_its_last_request(state: WorkerState) -> None
     assert (idle, len(scene.pool), scene.pool.in_flight) == ([1, 2], 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("readmit", "version", "returns"),
-    [
-        ("same-weights", "1", True),
-        ("same-weights", "0", False),
-        ("same-weights", None, False),
-        ("healthy", "0", True),
-        ("healthy", None, True),
-        ("never", "1", False),
-    ],
-)
-def test_readmission_is_by_policy(readmit: ReadmitPolicy, version: str | None, returns: bool) -> None:
-    scene = Scene.of("abc", readmit=readmit)
+def test_without_a_routable_worker_all_their_states_are_told() -> None:
+    scene = Scene.of("abc")
+    leases = [scene.pool.lease(LeastInFlight()) for _ in "abc"]
+    scene.quarantine("a")
     for name in "bc":
-        scene.pool.record_alive(scene[name], "1")
-    worker = scene.quarantine("a")
-    scene.pool.record_alive(worker, version)
-    assert (scene.pool.readmission_refused(worker) is None) is returns
-    assert scene.pool.readmit(worker, "back") is returns
-    assert worker.state is (READY if returns else QUARANTINED)
-    assert (worker in scene.pool.routable) is returns
+        scene.pool.drain(scene[name], lambda: None)
+    with pytest.raises(NoWorkerAvailable, match="no routable worker: 2 draining, 1 quarantined"):
+        scene.pool.lease(LeastInFlight())
+    for lease in leases:
+        lease.release()
 
 
 def test_the_fleets_version_is_what_most_routable_workers_hold() -> None:
@@ -172,10 +128,3 @@ def test_so_many_versions_are_known_and_no_more() -> None:
         caches.change(str(version), new_number())
     assert caches.choose(0) == caches.number, "whose weights filled that one is forgotten"
     assert caches.versions(0, "now") == [*map(str, range(1, MAX_VERSIONS + 1)), "now"]
-
-
-def test_a_worker_is_found_by_url_and_by_id() -> None:
-    scene = Scene.of("ab")
-    assert scene.pool.get(scene["b"].address.id) is scene["b"]
-    with pytest.raises(NotFound, match="http://c"):
-        scene.pool.get("http://c")

@@ -24,8 +24,8 @@ def held(*, max_tokens: int = 10_000, keep_versions: int = 1) -> RadixTreeCache:
     return RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
 
 
-def put(cache: RadixTreeCache, record: TextRecord, match: PrefixMatch = NO_MATCH) -> Entry:
-    entry = cache.record(record, match)
+def put(cache: RadixTreeCache, record: TextRecord) -> Entry:
+    entry = cache.record(record, NO_MATCH)
     assert entry is not None
     return entry
 
@@ -136,15 +136,13 @@ def test_sibling_that_branches_inside_a_turn_shares_only_the_common_part() -> No
     check_integrity(cache)
 
 
-def letters(
-    given: str, sampled: str, rid: str, *, hidden: str = "", version: str = "1", finish: str = "stop"
-) -> TextRecord:
+def letters(given: str, sampled: str, rid: str, *, version: str) -> TextRecord:
     """One token a letter, its id the letter's code; sampled ones in capital ids, so that encoding would differ."""
-    text = given + sampled + hidden
-    ids = [ord(letter) + 1000 for letter in sampled + hidden]
+    text = given + sampled
+    ids = [ord(letter) + 1000 for letter in sampled]
     pieces = [Piece.given([ord(letter) for letter in given]), Piece.sampled(ids, [-0.5] * len(ids), version)]
     ends = np.arange(1, len(text) + 1, dtype=np.uint32)
-    return TextRecord(text, len(given + sampled), Trajectory(pieces), ends, rid, finish)
+    return TextRecord(text, len(text), Trajectory(pieces), ends, rid, "stop")
 
 
 def room_for(*entries: int) -> int:

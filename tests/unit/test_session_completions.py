@@ -22,13 +22,7 @@ from tests.support.waiting import at_once
 COMPLETIONS = CompletionsEndpoint()
 
 
-def choice(
-    text: str = "ab",
-    ids: Sequence[int] = (11, 12),
-    prompt: Sequence[int] | None = (5, 6),
-    index: int = 0,
-    finish: str | None = "length",
-) -> dict[str, Any]:
+def choice(ids: Sequence[int] = (11, 12), prompt: Sequence[int] = (5, 6), index: int = 0) -> dict[str, Any]:
     """As SGLang 0.5.23 gives it with `logprobs: 0`, which asks for those of the sampled tokens alone."""
     logprobs = {
         "text_offset": [-1] * len(ids),
@@ -38,12 +32,12 @@ def choice(
     }
     return {
         "index": index,
-        "text": text,
+        "text": "ab",
         "logprobs": logprobs,
-        "finish_reason": finish,
+        "finish_reason": "length",
         "matched_stop": None,
         "token_ids": list(ids),
-        **({} if prompt is None else {"prompt_token_ids": list(prompt)}),
+        "prompt_token_ids": list(prompt),
     }
 
 

@@ -69,12 +69,12 @@ def token(spelling: str, family: str = "qwen3") -> int:
     return ids_of(family_tokenizer(family), spelling)[0]
 
 
-def user(text: str = "More") -> Message:
-    return {"role": "user", "content": text}
+def user() -> Message:
+    return {"role": "user", "content": "More"}
 
 
-def tool(text: str = "42", call_id: str = "c1", name: str = "search") -> Message:
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+def tool() -> Message:
+    return {"role": "tool", "tool_call_id": "c1", "name": "search", "content": "42"}
 
 
 def held_end(message: Message, last_id: int | None, *, ended: bool = True) -> HeldEnd:
@@ -152,13 +152,6 @@ def test_behind_a_cut_answer_its_end_is_given(last: int | None) -> None:
     assert given(over(CHATML), end, user()) == (0, f"{QWEN}\n<|im_start|>user\nMore{QWEN}\n{NEXT}")
 
 
-@pytest.mark.parametrize("stop", ["<|endoftext|>", "Hello", "\n", "<", "|"])
-def test_a_stop_token_that_the_template_does_not_write_is_dropped(stop: str) -> None:
-    (stop_id,) = family_tokenizer("qwen3").encode(stop, add_special_tokens=False)
-    end = HeldEnd(stop_id, ended=True)
-    assert given(over(CHATML), end, user()) == (1, f"{QWEN}\n<|im_start|>user\nMore{QWEN}\n{NEXT}")
-
-
 def test_a_stop_token_that_ends_the_calls_is_kept_and_the_answer_ended() -> None:
     closed = CHATML.replace("</tool_call>", "<|fim_suffix|>")
     end = HeldEnd(token("<|fim_suffix|>"), ended=True, tool_calls=CALLED)
@@ -210,7 +203,7 @@ def test_a_result_may_stand_in_the_answers_own_turn() -> None:
     {{ '<|im_start|>assistant\\n' }}
     {%- endif -%}"""
     begun = HeldEnd(token("<|fim_prefix|>"), ended=True, tool_calls=CALLED)
-    assert given(over(within), begun, tool("<|fim_prefix|>")) == (0, "<|fim_prefix|><|fim_suffix|>")
+    assert given(over(within), begun, {**tool(), "content": "<|fim_prefix|>"}) == (0, "<|fim_prefix|><|fim_suffix|>")
     called = HeldEnd(token("<|fim_middle|>"), ended=True, tool_calls=CALLED)
     assert given(over(within), called, tool()) == (0, "<|fim_prefix|>42<|fim_suffix|>")
 
@@ -391,8 +384,8 @@ TOOL = "{%- if m.role == 'tool' -%}"
 
 
 @cache
-def proof_of(template: str, name: str = "qwen3") -> Proof:
-    return prove(from_tokenizer(with_template(template, name)))
+def proof_of(template: str) -> Proof:
+    return prove(from_tokenizer(with_template(template)))
 
 
 def within(what: str) -> str:

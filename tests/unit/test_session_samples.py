@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest, checked_defaults
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, checked_defaults
 from middleware_hub.openai_session.export.selection import (
     Selection,
     side_calls,
@@ -19,33 +19,16 @@ from middleware_hub.openai_session.export.selection import (
 )
 from middleware_hub.openai_session.sessions.turn import Turn, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
-from miles_router.middlewares.rows import RowChannel
-from miles_router.trajectory import Sample, Trajectory, from_arrays
-from miles_router.trajectory.rows import KINDS
+from miles_router.trajectory import Sample, from_arrays
 from tests.support.sessions import STOP, SYSTEM, Scene, assistant, system, user
 
 START = [SYSTEM, user("Add.")]
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-def selected(scene: Scene, policy: object = "all", allowed: Sequence[str] = (), *, aside: bool = True) -> list[int]:
-    without = () if aside else side_calls(scene.session)
-    return [leaf.number for leaf in Selection(allowed).leaves(scene.session, policy, without=without)]
-
-
-def test_every_leaf_the_last_and_those_that_no_retry_superseded() -> None:
-    scene = Scene()
-    first = scene.turn(START, "a")
-    scene.turn(START, "b")
-    scene.turn(START, "c")
-    scene.follow(first, user("more"))
-    assert selected(scene) == [1, 2, 3]
-    assert selected(scene, "last") == [3]
-    assert selected(scene, "drop-superseded") == [2, 3]
-
-
 def main_line(scene: Scene) -> list[int]:
-    return selected(scene, aside=False)
+    leaves = Selection(()).leaves(scene.session, "all", without=side_calls(scene.session))
+    return [leaf.number for leaf in leaves]
 
 
 def test_a_side_call_that_comes_first_is_one_where_the_main_line_has_tools() -> None:
@@ -74,18 +57,6 @@ def test_the_whole_episode_decides_which_line_is_the_main_one() -> None:
     assert main_line(scene) == [1], "it was not shown tools"
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
-def test_a_remark_at_the_first_question_leaves_the_main_line_whole(tools: list[dict[str, object]] | None) -> None:
-    scene = Scene()
-    first = scene.turn([user("Add.")], tools=tools)
-    second = scene.follow(first, user("more"), tools=tools, sampled=20)
-    rewritten = [user("Add. Be brief."), first.answer, user("more"), second.answer, user("and")]
-    turn = scene.turn(rewritten, tools=tools)
-    scene.follow(turn, user("again"), tools=tools)
-    assert (scene.reason(turn), scene.edit(turn) and scene.edit(turn)["message"]) == ("edited_history", 0)
-    assert main_line(scene) == selected(scene) == [1, 3]
-
-
 def test_segments_of_the_main_line_are_no_side_calls() -> None:
     scene = Scene()
     first = scene.turn(START, tools=TOOLS)
@@ -94,7 +65,7 @@ def test_segments_of_the_main_line_are_no_side_calls() -> None:
     scene.follow(second, user("and"), tools=[*TOOLS, *TOOLS])
     scene.turn(START, tools=TOOLS)
     assert [scene.reason(turn) for turn in scene.session.turns] == [None, None, "compaction", "changed_tools", "retry"]
-    assert main_line(scene) == selected(scene) == [1, 2, 3, 4]
+    assert main_line(scene) == [1, 2, 3, 4]
 
 
 def test_the_main_line_stays_where_its_system_message_changes_under_the_same_tools() -> None:
@@ -251,36 +222,10 @@ def test_an_operator_may_name_what_requests_that_say_nothing_get() -> None:
             checked_defaults("m", build, mask)
 
 
-CHANNELS = {kind: RowChannel(kind) for kind in KINDS}
-SAMPLES_PROMPT = 3  # of a root, in tokens
-
-
-def samples_decode(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids))
-
-
-def planned(scene: Scene, **request: Any) -> SamplePlan:
-    maker = SampleMaker(Selection(()), samples_decode, CHANNELS)
-    return maker.plan(scene.session, SampleRequest.read(request))
-
-
-def samples_collected(scene: Scene, **request: Any) -> list[Sample]:
-    return planned(scene, **request).make()
-
-
-def one(scene: Scene, **request: Any) -> Sample:
-    (sample,) = samples_collected(scene, **request)
-    return sample
-
-
-def trajectory(sample: Sample) -> Trajectory:
-    return from_arrays(sample.tokens, sample.logprobs, sample.loss_mask, sample.weight_versions)
-
-
-def two_turns(scene: Scene, **options: Any) -> Turn:
+def two_turns(scene: Scene) -> Turn:
     """3 given, 4 sampled, of which the last is dropped, 5 given, 2 sampled: [0,3) [3,6) [6,11) [11,13)."""
     first = scene.turn(START, sampled=4)
-    return scene.follow(first, user("b"), given=5, dropped=1, sampled=2, **options)
+    return scene.follow(first, user("b"), given=5, dropped=1, sampled=2)
 
 
 @pytest.mark.parametrize(
@@ -301,14 +246,15 @@ def test_a_request_that_is_not_understood_is_refused(request_: object, reason: s
         SampleRequest.read(request_)
 
 
-@pytest.mark.parametrize("length", range(SAMPLES_PROMPT + 1, 15))
+@pytest.mark.parametrize("length", range(PROMPT + 1, 15))
 def test_rewards_stand_within_the_tokens_that_a_sample_has(length: int) -> None:
     scene = Scene()
     two_turns(scene)
     spread = [{"turn": 0, "span": [1, 4], "name": "advantage", "value": 2.0}]
     spread += [{"segment": 0, "name": "advantage", "value": 1.0}]
     scene.session.rewards.set([*spread, *({"turn": turn, "name": "reward", "value": 1.0 + turn} for turn in (0, 1))])
-    values = one(scene, max_seq_len=length, per_token=["reward", "advantage"]).per_token
+    (sample,) = collected(scene, max_seq_len=length, per_token=["reward", "advantage"])
+    values = sample.per_token
     has = [*(place < length for place in range(13))]
     advantages = [0, 0, 0, 1.0, 2.0, 2.0, 0, 0, 0, 0, 0, 1.0, 1.0]
     assert values["advantage"].tolist() == [value for value, there in zip(advantages, has, strict=True) if there]
@@ -316,15 +262,16 @@ def test_rewards_stand_within_the_tokens_that_a_sample_has(length: int) -> None:
     assert {place: values["reward"][place] for place in values["reward"].nonzero()[0].tolist()} == rewards
 
 
-@pytest.mark.parametrize("length", range(SAMPLES_PROMPT + 1, 15))
+@pytest.mark.parametrize("length", range(PROMPT + 1, 15))
 def test_a_sample_is_cut_anywhere_behind_its_prompt(length: int) -> None:
     scene = Scene()
     whole = two_turns(scene).trajectory()
-    sample = one(scene, max_seq_len=length)
-    assert trajectory(sample) == whole[:length]
+    (sample,) = collected(scene, max_seq_len=length)
+    arrays = (sample.tokens, sample.logprobs, sample.loss_mask, sample.weight_versions)
+    assert from_arrays(*arrays) == whole[:length]
     assert sample.status == ("truncated" if length < 13 else "completed")
-    assert sample.response_length == min(length, 13) - SAMPLES_PROMPT
-    assert sample.response == samples_decode(whole.tokens[SAMPLES_PROMPT:length].tolist())
+    assert sample.response_length == min(length, 13) - PROMPT
+    assert sample.response == decode(whole.tokens[PROMPT:length].tolist())
     spans = [(turn["start"], turn["end"]) for turn in sample.metadata["turns"]]
     assert spans == [(start, min(end, length)) for start, end in ((3, 6), (11, 13)) if start < length]
     assert all(run.end <= length for run in sample.weight_versions)

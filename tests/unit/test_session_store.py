@@ -40,26 +40,12 @@ from miles_router.slots import slot_of
 from miles_router.state.blobs import Blobs
 from miles_router.state.store import StateStore
 from tests.support.sessions import PLENTY
-from tests.support.waiting import soon
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.waiting import Clock, soon
 
 
 def store_of(clock: Clock | None = None, **bounds: float) -> SessionStore:
     clock = clock or Clock()
     return SessionStore(replace(PLENTY, **bounds), now=clock, clock=clock)  # type: ignore[arg-type]  # by name
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "é", "a%20", "a?b", "x" * 129])
-def test_an_id_that_does_not_fit_into_a_path_is_refused(name: str) -> None:
-    with pytest.raises(BadRequest, match="session_id must be"):
-        store_of().create(name)
 
 
 def test_a_jump_of_the_wall_clock_forgets_nothing() -> None:
@@ -69,7 +55,7 @@ def test_a_jump_of_the_wall_clock_forgets_nothing() -> None:
     wall.now += 1e6
     store.expire()
     assert store.get("a") is session
-    assert (session.created_at, session.used_at) == (100.0, 1e6 + 100.0)
+    assert (session.created_at, session.used_at) == (1000.0, 1e6 + 1000.0)
     wall.now -= 2e6
     clock.now += 11
     store.expire()
@@ -84,18 +70,6 @@ def test_a_busy_session_does_not_hide_the_idle_ones_behind_it() -> None:
         clock.now += 10.0
         store.expire()
         assert [session.id for session in store] == ["busy"]
-
-
-def test_a_session_deleted_during_a_request_stays_deleted() -> None:
-    store = store_of(Clock(), idle_timeout=10.0)
-    session = store.create("a")
-    with store.in_use(session):
-        store.delete(session)
-        again = store.create("a")
-        store.account(session, 1000)
-    assert store.get("a") is again
-    assert session.ending.status.is_forgotten
-    assert store.nbytes == again.nbytes
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -213,23 +187,6 @@ def ended(*ends: str) -> SessionEnd:
     for end in ends:
         state = state.after(SessionStatus(end))
     return state
-
-
-@pytest.mark.parametrize(
-    ("ends", "status", "reason"),
-    [
-        (("budget_tokens", "turns"), "budget_tokens", "budget_tokens"),
-        (("context", "budget_tokens"), "budget_tokens", "budget_tokens"),
-        (("context", "finalized"), "finalized", "context"),
-        (("budget_tokens", "aborted"), "aborted", "budget_tokens"),
-        (("deadline", "turns"), "deadline", "deadline"),
-        (("finalized", "aborted"), "finalized", "finalized"),
-        (("expired", "deleted"), "expired", "expired"),
-    ],
-)
-def test_a_later_end_replaces_an_earlier_one_as_the_table_says(ends: tuple[str, ...], status: str, reason: str) -> None:
-    state = ended(*ends)
-    assert (state.status.value, state.reason) == (status, reason)
 
 
 @pytest.mark.parametrize("first", [end for end in ENDS if not end.is_forgotten])

@@ -13,7 +13,7 @@ from starlette.routing import Mount, Route, WebSocketRoute
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
 from miles_router.middlewares.loading import find_class, load_middlewares
-from miles_router.settings.config import FIELDS, MiddlewareSpec, OptionText, RouterConfig, load, shown
+from miles_router.settings.config import MiddlewareSpec, OptionText, RouterConfig, load
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.settings.values import WrongValue, convert
 
@@ -166,22 +166,6 @@ def test_set_gives_an_option_as_text_to_the_middleware_it_names() -> None:
     assert (one.options, two.options) == ({"limit": "4"}, {"name": "x=y"})
     assert all(isinstance(value, OptionText) for value in (*one.options.values(), *two.options.values()))
     assert loaded.origins["middlewares"] == "--middleware-paths and --set"
-
-
-def test_settings_are_shown_for_people_and_keys_never() -> None:
-    config = RouterConfig(
-        api_key="secret",
-        worker_urls=("http://a", "http://b"),
-        middlewares=(MiddlewareSpec("a.B", {"key": "secret"}),),
-        access_log=True,
-        request_timeout=1.5,
-    )
-    rows = {name: shown(config, name) for name in FIELDS}
-    assert "secret" not in str(rows)
-    assert (rows["api_key"], rows["admin_api_key"]) == ("set (hidden)", "none")
-    assert (rows["worker_urls"], rows["middlewares"]) == ("http://a, http://b", "a.B")
-    assert (rows["access_log"], rows["request_timeout"], rows["hf_checkpoint"]) == ("true", "1.5", "none")
-    assert shown(RouterConfig(), "worker_urls") == shown(RouterConfig(), "middlewares") == "none"
 
 
 class Own:

@@ -20,7 +20,7 @@ from miles_router.errors import StateError, StateHeld, StateOutdated
 from miles_router.pools.registrations import StandstillRow
 from miles_router.slots import CONTROL, slot_of
 from miles_router.state import store as store_module
-from miles_router.state.blobs import header_of, with_header
+from miles_router.state.blobs import header_of
 from miles_router.state.journal import APPLICATION, FORMAT, PATIENCE, SHARED_EPOCHS, Journal
 from miles_router.state.locks import ByteLocks
 from miles_router.state.store import StateStore
@@ -314,12 +314,6 @@ async def test_a_slot_that_a_stopped_machine_has_locked_keeps_no_other_slot_wait
         stopped.execute("ROLLBACK")
         stopped.close()
         await store.append(OWNER, blobs(1), slot=3)
-
-
-def test_what_has_a_header_is_read_as_it_was_written() -> None:
-    value = with_header({"a": [1, None]}, (b"be", b"hind"))
-    header, begin = header_of(value)
-    assert (header, value[begin:]) == ({"a": [1, None]}, b"behind")
 
 
 @pytest.mark.parametrize("value", [b"", b"\1\0\0", b"\4\0\0\0{}", b"\2\0\0\0[]", b"\1\0\0\0{}"])

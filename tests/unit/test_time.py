@@ -13,7 +13,7 @@ from miles_router.asgi.exchange import Message
 from miles_router.asgi.watch import Watch
 from miles_router.metrics.loop_delay import LoopDelay
 from miles_router.tasks import spawn, together, within
-from tests.support.waiting import PATIENCE, soon
+from tests.support.waiting import PATIENCE, settled, soon
 
 
 class Work:
@@ -34,11 +34,6 @@ class Work:
             self.ended = "failed"
             raise self._failure
         self.ended = "done"
-
-
-async def settled() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -103,8 +98,7 @@ async def test_a_stop_of_this_process_lets_nothing_expire_that_is_about_to_be_st
     deadlines = Deadlines(0.1, told.append)
     deadlines.start("item")
     time.sleep(0.2)  # noqa: ASYNC251
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     deadlines.stop("item")
     assert told == []
 
@@ -119,8 +113,7 @@ async def test_a_stop_of_this_process_is_not_taken_for_a_worker_that_is_late() -
 
     with Watch(receive, 0.1):
         time.sleep(0.2)  # noqa: ASYNC251
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settled()
 
 
 def told(delay: LoopDelay) -> float:

@@ -21,6 +21,17 @@ from miles_router.errors import RouterError, UpstreamUnreachable
 from miles_router.middlewares.contract import ASGIApp
 
 
+class Passing:
+    """Passes everything on."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+        self.router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
 class Tags(Statistics, prefix="tagging"):
     tags = counter("Tags written, by tag.", by="tag")
 
@@ -113,11 +124,8 @@ class Legacy(BaseHTTPMiddleware):
         return response
 
 
-class Rewriting:
+class Rewriting(Passing):
     """Adds a field to the body of `/generate`."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != "/generate":
@@ -129,11 +137,8 @@ class Rewriting:
         await self.app(with_body(scope, changed), replay(changed, receive), send)
 
 
-class Reading:
+class Reading(Passing):
     """Parses the body and leaves what it saw in the exchange's notes and the reply."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
@@ -167,15 +172,8 @@ class Retrying:
                     raise
 
 
-class Asking:
+class Asking(Passing):
     """Answers `/ask` with what a worker says to a request of its own."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
-        self.router = router
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
 
     def routes(self) -> Sequence[BaseRoute]:
         return [Route("/ask", self._ask, methods=["POST"])]
@@ -187,17 +185,14 @@ class Asking:
         return JSONResponse({"status": forwarded.reply.status, "answer": answer.decode(), "in_flight": in_flight})
 
 
-class Observing:
+class Observing(Passing):
     """Has a page that needs no key, and a route that needs the key of administration."""
 
     def __init__(
         self, app: ASGIApp, *, router: Router, page: str = "/observed", about: str = "/router/{name}/o"
     ) -> None:
-        self.app = app
+        super().__init__(app, router=router)
         self._open, self._admin = page, about
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
 
     def open_routes(self) -> Sequence[BaseRoute]:
         return [Route(self._open, self._say, methods=["GET"])]
@@ -221,41 +216,29 @@ class CannotGoOn(RouterError):
     """A layer's own control flow; it has no answer of its own."""
 
 
-class Leaking:
+class Leaking(Passing):
     """Does not catch what it raises for itself."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise CannotGoOn("control flow with a secret in its message")
 
 
-class Failing:
+class Failing(Passing):
     """Has a defect."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise ZeroDivisionError("a defect with a secret in its message")
 
 
-class Silent:
+class Silent(Passing):
     """Answers nothing."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         return None
 
 
-class Breaking:
+class Breaking(Passing):
     """Begins a reply and has a defect then."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -275,11 +258,8 @@ class Unread:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-class Splitting:
+class Splitting(Passing):
     """Puts what it was sent into a header of the reply, line ends included."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await Exchange.of(scope).read(receive)
@@ -287,41 +267,29 @@ class Splitting:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-class Stealing:
+class Stealing(Passing):
     """Wants a path that is the router's own."""
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
 
     def routes(self) -> Sequence[BaseRoute]:
         return [Route("/metrics", lambda request: Response(), methods=["GET"])]
 
 
-class Inside:
+class Inside(Passing):
     """Says what it answers inside the stack; as a text, where it is careless."""
 
     def __init__(self, app: ASGIApp, *, router: Router, careless: bool = False) -> None:
-        self.app = app
+        super().__init__(app, router=router)
         self.careless = careless
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
 
     def data_paths(self) -> Sequence[str]:
         return "/inside/" if self.careless else ["/inside/", "/v1/exactly"]
 
 
-class Demanding:
+class Demanding(Passing):
     """Has an option without a default."""
 
     def __init__(self, app: ASGIApp, *, router: Router, limit: int) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+        super().__init__(app, router=router)
 
 
 class Unaware:
@@ -331,13 +299,10 @@ class Unaware:
         self.app = app
 
 
-class Misshapen:
+class Misshapen(Passing):
     """Has the name of a capability that is none."""
 
     routes = ("/a",)
-
-    def __init__(self, app: ASGIApp, *, router: Router) -> None:
-        self.app = app
 
 
 not_a_class = 7
