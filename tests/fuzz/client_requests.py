@@ -251,11 +251,7 @@ async def alone() -> None:
 
 
 def replies_in(data: bytes, methods: Sequence[str]) -> list[tuple[int, bytes]]:
-    """Status and body of each reply; of an error its type and message.
-
-    Raises:
-        AssertionError: they are no whole replies.
-    """
+    """Status and body of each reply; of an error its type and message."""
     found: list[tuple[int, bytes]] = []
     data = data.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
     while data:

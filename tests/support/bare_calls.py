@@ -25,8 +25,8 @@ def named(name: str, arguments: str = "", index: int = 0) -> bytes:
     return event([{**delta(None, 0), "delta": {"tool_calls": [call]}}])
 
 
-def grown(arguments: str, index: int = 0) -> bytes:
-    call = {"id": None, "index": index, "type": "function", "function": {"name": None, "arguments": arguments}}
+def grown(arguments: str) -> bytes:
+    call = {"id": None, "index": 0, "type": "function", "function": {"name": None, "arguments": arguments}}
     return event([{**delta(None, 0), "delta": {"tool_calls": [call]}}])
 
 

@@ -42,7 +42,6 @@ LISTENING = re.compile(r"(\d+)\n(/devtools/browser/[-\w]{36})")
 MAX_MESSAGE = 256 << 20
 CODES = {"Home": 36, "End": 35, "PageUp": 33, "PageDown": 34, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39}
 KEYS = {**CODES, "ArrowDown": 40, "Tab": 9, "Enter": 13, "Escape": 27}
-CTRL = 2
 CHANNELS = {"Runtime.exceptionThrown": "exceptions", "Page.javascriptDialogOpening": "dialogs"}
 
 
@@ -232,8 +231,8 @@ class Page:
         found: str = await self.value(f"document.querySelector({json.dumps(selector)}).textContent")
         return found
 
-    async def press(self, key: str, *, ctrl: bool = False) -> None:
-        told = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": CTRL if ctrl else 0}
+    async def press(self, key: str) -> None:
+        told = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
         for kind in ("rawKeyDown", "keyUp"):
             await self.send("Input.dispatchKeyEvent", type=kind, **told)
 

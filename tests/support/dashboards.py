@@ -106,17 +106,16 @@ async def go(page: Page, address: str) -> None:
 
 
 async def cells(page: Page, grid: str) -> list[list[str]]:
-    found: list[list[str]] = await page.value(
-        f"[...document.querySelectorAll('#{grid} .rows [role=row]')].map((row) => "
-        "[...row.children].map((cell) => cell.textContent))"
-    )
-    return found
+    return await _texts(page, f"#{grid} .rows [role=row]")
 
 
 async def table(page: Page, name: str) -> list[list[str]]:
+    return await _texts(page, f"#{name} tbody tr")
+
+
+async def _texts(page: Page, rows: str) -> list[list[str]]:
     found: list[list[str]] = await page.value(
-        f"[...document.querySelectorAll('#{name} tbody tr')].map((row) => "
-        "[...row.children].map((cell) => cell.textContent))"
+        f"[...document.querySelectorAll('{rows}')].map((row) => [...row.children].map((cell) => cell.textContent))"
     )
     return found
 

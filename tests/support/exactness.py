@@ -30,11 +30,7 @@ class Compared:
 
 
 async def compare_all(url: str, proxies: Sequence[RecordingProxy], turns: Iterable[Turn], ledger: Ledger) -> Compared:
-    """Every generation by its id (JSON and safetensors) and by its text.
-
-    Raises:
-        AssertionError: a position differs, or the engine was given something inexplicable.
-    """
+    """Every generation by its id (JSON and safetensors) and by its text."""
     compared = Compared()
     known = {turn.rid: turn for turn in turns}
     passed = sorted((each for proxy in proxies for each in proxy.generations), key=lambda each: each.arrived)
@@ -101,21 +97,17 @@ async def retrieve_binary(session: aiohttp.ClientSession, **asked: Any) -> Array
         return binary_arrays(await reply.read())
 
 
-def binary_arrays(data: bytes, prefix: str = "") -> Arrays:
+def binary_arrays(data: bytes) -> Arrays:
     tensors = load(data)
     length = int.from_bytes(data[:8], "little")
     facts = orjson.loads(orjson.loads(data[8 : 8 + length])["__metadata__"]["facts"])
-    facts = facts[int(prefix[:-1])] if prefix else facts
-    assert [tensors[prefix + name].dtype for name in ("tokens", "logprobs", "loss_mask")] == [
-        "int32",
-        "float32",
-        "uint8",
-    ]
+    assert (tensors["tokens"].dtype, tensors["logprobs"].dtype) == ("int32", "float32")
+    assert tensors["loss_mask"].dtype == "uint8"
     return retrieved_arrays(
         {
-            "tokens": tensors[f"{prefix}tokens"].tolist(),
-            "rollout_logp": tensors[f"{prefix}logprobs"].tolist(),
-            "loss_mask": tensors[f"{prefix}loss_mask"].tolist(),
+            "tokens": tensors["tokens"].tolist(),
+            "rollout_logp": tensors["logprobs"].tolist(),
+            "loss_mask": tensors["loss_mask"].tolist(),
             "weight_versions": facts["weight_versions"],
         }
     )

@@ -218,11 +218,7 @@ class Book:
 
 
 def book(proxies: Sequence[RecordingProxy], turns: Sequence[Turn]) -> Book:
-    """What the proxies know of these turns.
-
-    Raises:
-        AssertionError: rows were left out or asked for twice.
-    """
+    """What the proxies know of these turns."""
     made = Book()
     lines = [
         _line(turn, answer, chain(proxies, turn.request_id, answer, index=index, of=len(turn.answers)))
@@ -304,11 +300,7 @@ async def check_lines(http: aiohttp.ClientSession, made: Book) -> int:
 
 
 def sample_rows(sample: Sample, passed: Mapping[str, Generation]) -> Rows:
-    """The rows that a session's sample must have.
-
-    Raises:
-        AssertionError: rows were left out or asked for twice.
-    """
+    """The rows that a session's sample must have."""
     rows, tokens = joined(()), list[int]()
     for turn in line_of(sample, passed):
         each = turn.generation

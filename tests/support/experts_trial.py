@@ -151,10 +151,9 @@ async def simulated_experts(
     around: Sequence[str | tuple[str, Mapping[str, Any]]] = (),
     options: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
-    worker_class: type[SimulatedWorker] = SimulatedWorker,
     **worker: Any,
 ) -> AsyncIterator[ExpertsTrial]:
-    async with worker_class(**{"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1", **worker}) as started:
+    async with SimulatedWorker(**{"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1", **worker}) as started:
         yield await experts_trial(stage, started, around=around, options=options, **(settings or {}))
 
 

@@ -84,7 +84,8 @@ def chunked(*parts: bytes) -> bytes:
 
 
 class Client:
-    """One connection. `async with await Client.connect(url) as client:`."""
+    """One connection. `async with await Client.connect(url) as client:`. Where it ends too early, reading raises
+    `CutReply`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -144,20 +145,12 @@ class Client:
         return await self.read(method)
 
     async def read(self, method: str = "GET") -> RawReply:
-        """The next reply, whole. `method` is that of its request, because replies to HEAD have no body.
-
-        Raises:
-            CutReply: the connection ended before.
-        """
+        """The next reply, whole. `method` is that of its request, because replies to HEAD have no body."""
         await self.read_head(method)
         return await self.read_body()
 
     async def read_body(self) -> RawReply:
-        """The reply whose head was read, with what is left of its body.
-
-        Raises:
-            CutReply: the connection ended before.
-        """
+        """The reply whose head was read, with what is left of its body."""
         parts = []
         try:
             while part := await self.read_part():
@@ -167,11 +160,7 @@ class Client:
         return self.reply
 
     async def read_head(self, method: str = "GET") -> RawReply:
-        """The head of the next reply; informational ones before it are noted.
-
-        Raises:
-            CutReply: the connection ended before.
-        """
+        """The head of the next reply; informational ones before it are noted."""
         informational: list[int] = []
         self.reply = RawReply(0, b"", [])
         while True:
@@ -200,11 +189,7 @@ class Client:
             self._framing = "close"
 
     async def read_part(self) -> bytes:
-        """The next bytes of the body, one chunk of a chunked one; b"" after the last.
-
-        Raises:
-            CutReply: the connection ended before.
-        """
+        """The next bytes of the body, one chunk of a chunked one; b"" after the last."""
         if self._framing == "chunked":
             size = int(await self._step(self._reader.readuntil(b"\r\n")), 16)
             data = await self._step(self._reader.readexactly(size + 2))

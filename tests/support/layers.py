@@ -18,7 +18,7 @@ from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
 from tests.support.owned import name_of
 from tests.support.processes import Processes, processes
-from tests.support.running_router import RouterOfProcesses, Start
+from tests.support.running_router import RouterOfProcesses
 from tests.support.session_trial import SESSIONS
 
 JSON = [("Content-Type", "application/json")]
@@ -33,10 +33,10 @@ def written(directory: Path, layers: Sequence[tuple[str, dict[str, Any]]], **set
 
 @contextlib.asynccontextmanager
 async def layered(
-    config: Path, *workers: SimulatedWorker, count: int = 2, expect_status: int = 0, start: Start | None = None
+    config: Path, *workers: SimulatedWorker, count: int = 2, expect_status: int = 0
 ) -> AsyncIterator[Processes]:
     urls, given = [each.url for each in workers], ("--config", str(config))
-    start = start or partial(fork_router, tokenizer=_checkpoint(config))
+    start = partial(fork_router, tokenizer=_checkpoint(config))
     async with processes(urls, *given, count=count, expect_status=expect_status, start=start) as router:
         yield router
 

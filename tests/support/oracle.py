@@ -141,11 +141,7 @@ class Ledger:
         self.plain = plain_encoding(self.tokenizer)
 
     def enter(self, generation: Generation, seen: Visible) -> list[Account]:
-        """Check what the engine was given; the accounts it may have (several earlier ones can share its ids).
-
-        Raises:
-            AssertionError: no earlier generation and no encoding explain the given ids.
-        """
+        """Check what the engine was given; the accounts it may have (several earlier ones can share its ids)."""
         assert generation.given is not None, "the worker was given text"
         held = [each for each in self.accounts.values() if each.generation.answered <= generation.arrived]
         fresh = seen.ids or generation.given in self.plain.whole(seen.prompt)
@@ -251,11 +247,7 @@ class Ledger:
         )
 
     def compare(self, candidates: list[Account], retrieved: Arrays) -> int:
-        """Settle on the candidate that was retrieved and say how many positions agree.
-
-        Raises:
-            AssertionError: it is none of them.
-        """
+        """Settle on the candidate that was retrieved and say how many positions agree."""
         assert len({len(retrieved.logprobs), len(retrieved.mask), len(retrieved.versions), len(retrieved)}) == 1
         for account in candidates:
             if same(account.arrays, retrieved):

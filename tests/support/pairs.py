@@ -78,14 +78,14 @@ class Halves:
         """Wait until prefill halves have so many generations, and decode halves wait for them."""
         await until(lambda: self._running(self.prefills) == count == self._running(self.decodes), "both halves wait")
 
-    async def decoding(self, tokens: int = 1) -> None:
-        """Wait until a generation has so many tokens, and its prompt is no prefill half's any more."""
+    async def decoding(self) -> None:
+        """Wait until a generation has a token, and its prompt is no prefill half's any more."""
 
         def far() -> bool:
             running = [each for worker in self.decodes for each in worker.engine.running.values()]
-            return any(len(each.output_ids) >= tokens for each in running) and not self._running(self.prefills)
+            return any(each.output_ids for each in running) and not self._running(self.prefills)
 
-        await until(far, f"{tokens} tokens")
+        await until(far, "a token")
 
     async def free(self) -> None:
         """Wait until no engine works on anything, and every lease is back."""

@@ -38,11 +38,7 @@ class Persistence:
         await self._http.close()
 
     async def ask(self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST") -> bytes:
-        """The whole answer.
-
-        Raises:
-            AssertionError: a refusal other than that a process is away.
-        """
+        """The whole answer."""
         while True:
             try:
                 async with self._http.request(method, path, json=body, headers=headers) as reply:

@@ -11,8 +11,8 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.upstream import Upstream
 
 
-def quiet_fleet(*, failure_threshold: int = 1) -> Fleet:
-    upstream, pool = Upstream(), WorkerPool(failure_threshold=failure_threshold)
+def quiet_fleet() -> Fleet:
+    upstream, pool = Upstream(), WorkerPool(failure_threshold=1)
     return Fleet(
         pool=pool,
         gate=Gate(pool.admission, max_held=10, timeout=0),

@@ -72,11 +72,7 @@ class Proved:
 
 
 async def check_sessions(http: aiohttp.ClientSession, agents: Agents, went: Chats, plain: Any) -> Proved:
-    """Every session of agents, with its reasons: what they did to their history begins a branch, and nothing else does.
-
-    Raises:
-        AssertionError: a position differs from what went through the proxies, or a turn has another reason.
-    """
+    """Every session of agents: what they did to their history begins a branch, and nothing else does."""
     proved, kept, left = Proved(), set[str](), 0
     for session in agents.sessions:
         async with http.post(f"/sessions/{session}/samples", json={}) as reply:
@@ -105,11 +101,7 @@ async def check_sessions(http: aiohttp.ClientSession, agents: Agents, went: Chat
 def check_session(
     proved: Proved, samples: Sequence[Sample], passed: Sequence[Generation], asked: Mapping[str, Asked], plain: Any
 ) -> None:
-    """Everything that can be said of one session.
-
-    Raises:
-        AssertionError: a position differs from what went through the proxies.
-    """
+    """Everything that can be said of one session."""
     by_rid = {each.rid: each for each in passed}
     assert len(by_rid) == len(passed), "engines name each answer of their own"
     lines = [line_of(sample, by_rid) for sample in samples]

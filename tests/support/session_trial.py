@@ -62,8 +62,8 @@ def tool_result(call: Any, text: str) -> Message:
     return {"role": "tool", "tool_call_id": call["id"], "content": text}
 
 
-def message_of(answer: Any, choice: int = 0) -> Message:
-    message: Message = answer["choices"][choice]["message"]
+def message_of(answer: Any) -> Message:
+    message: Message = answer["choices"][0]["message"]
     return message
 
 
@@ -190,9 +190,9 @@ def chunks_of(body: bytes) -> list[Any]:
     return events_of(body)
 
 
-def text_of(chunks: Iterable[Any], choice: int = 0) -> str:
-    """The content that chunks have together, for one choice."""
-    deltas = [each["delta"] for chunk in chunks for each in chunk["choices"] if each["index"] == choice]
+def text_of(chunks: Iterable[Any]) -> str:
+    """The content that chunks have together."""
+    deltas = [each["delta"] for chunk in chunks for each in chunk["choices"]]
     return "".join(delta.get("content") or "" for delta in deltas)
 
 

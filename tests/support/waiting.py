@@ -21,14 +21,8 @@ Result = TypeVar("Result")
 
 
 async def until(condition: Callable[[], object], what: str | Callable[[], str], *, deadline: float = PATIENCE) -> float:
-    """Wait until `condition()` is true and say how many seconds that took.
-
-    Args:
-        what: it waits for; where it is a function, that is asked once the wait was in vain.
-
-    Raises:
-        AssertionError: it is still false after `deadline` seconds.
-    """
+    """Wait until `condition()` is true and say how many seconds that took. `what` it waits for may be a function that
+    says so once the wait was in vain."""
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > deadline:

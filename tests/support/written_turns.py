@@ -213,8 +213,8 @@ def spoilt(text: str, source: random.Random) -> str:
     return source.choice([text[:begin], text[:end], text[:begin] + text[end:], text[:end] + text[begin:], text[begin:]])
 
 
-def cases(name: str, count: int, seed: int = 0) -> Iterator[str]:
-    source, turns = random.Random(f"{name} {seed}"), FAMILIES[name].turns
+def cases(name: str, count: int) -> Iterator[str]:
+    source, turns = random.Random(name), FAMILIES[name].turns
     yield from turns
     for _ in range(count):
         yield spoilt(source.choice(turns), source)

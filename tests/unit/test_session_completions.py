@@ -70,13 +70,9 @@ def test_an_answer_that_lacks_something_is_refused(bad: Any) -> None:
         COMPLETIONS.choices({"choices": [choice(), bad], "metadata": {"weight_version": "1"}})
 
 
-def completion(scene: Scene, request: object) -> AgentRequest:
-    api = CompletionsApi(cast(Continuation, None), STRICT)
-    return at_once(api.turn(scene.session, request, now=scene.time))
-
-
 def asked_for(scene: Scene, prompt: object, **fields: Any) -> AgentRequest:
-    return completion(scene, {"prompt": prompt, **fields})
+    api = CompletionsApi(cast(Continuation, None), STRICT)
+    return at_once(api.turn(scene.session, {"prompt": prompt, **fields}, now=scene.time))
 
 
 def turns(scene: Scene, prompt: object, *choices: dict[str, Any], **fields: Any) -> list[Turn]:

@@ -77,9 +77,9 @@ def tool() -> Message:
     return {"role": "tool", "tool_call_id": "c1", "name": "search", "content": "42"}
 
 
-def held_end(message: Message, last_id: int | None, *, ended: bool = True) -> HeldEnd:
+def held_end(message: Message, last_id: int | None) -> HeldEnd:
     calls = tuple((each["id"], each["function"]["name"]) for each in message.get("tool_calls") or ())
-    return HeldEnd(last_id, ended, calls, bool(message.get("reasoning_content")))
+    return HeldEnd(last_id, True, calls, bool(message.get("reasoning_content")))
 
 
 CALLED = (("c1", "search"),)

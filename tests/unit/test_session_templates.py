@@ -27,9 +27,9 @@ from tests.support.chat import CHATML, TEMPLATES, TOOLS, checkpoint, conversatio
 from tests.support.tokenizers import tokenizer
 
 
-def rendered(template: str, *messages: dict[str, Any], tools: list[Any] | None = None, **settings: Any) -> str:
+def rendered(template: str, *messages: dict[str, Any]) -> str:
     renderer = from_tokenizer(with_template(template))
-    return renderer.render(messages, tools, generation_prompt=False, template_kwargs=settings)
+    return renderer.render(messages, None, generation_prompt=False, template_kwargs={})
 
 
 def called(arguments: Any) -> dict[str, Any]:
@@ -191,27 +191,8 @@ def test_a_template_writes_what_it_writes_by_its_library(name: str, monkeypatch:
         calls.clear()
 
 
-def own_way(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.__class__ = type("Own", (type(made),), {"apply_chat_template": lambda self, *args, **kwargs: "own"})
-
-
-def several(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.chat_template = {"default": CHATML, "tool_use": CHATML}
-
-
-def no_template(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.chat_template = "{% if %}"
-
-
-def moved(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(chat_template_utils, "_compile_jinja_template")
-
-
-def another_sandbox(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(ImmutableSandboxedEnvironment):
-        pass
-
-    monkeypatch.setattr(chat_template_utils, "_compile_jinja_template", Other().from_string)
+class OtherSandbox(ImmutableSandboxedEnvironment):
+    """Not the library's."""
 
 
 def another_name(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,19 +200,29 @@ def another_name(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made.apply_chat_template = lambda *args, **kwargs: given(*args, **{**kwargs, "documents": [{"title": "t"}]})
 
 
-def other_text(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.Sandbox, "getattr", lambda self, obj, attribute: "other")
+COMPILER, MOVED = "_compile_jinja_template", "the library's compiler has moved"
+CHANGES: Mapping[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "a way of its own": lambda made, patch: setattr(
+        made, "__class__", type("Own", (type(made),), {"apply_chat_template": lambda self, *args, **kwargs: "own"})
+    ),
+    "several templates": lambda made, patch: setattr(made, "chat_template", {"default": CHATML, "tool_use": CHATML}),
+    "no template": lambda made, patch: setattr(made, "chat_template", "{% if %}"),
+    MOVED: lambda made, patch: patch.delattr(chat_template_utils, COMPILER),
+    "another sandbox": lambda made, patch: patch.setattr(chat_template_utils, COMPILER, OtherSandbox().from_string),
+    "another name": another_name,
+    "another text": lambda made, patch: patch.setattr(compiled.Sandbox, "getattr", lambda self, obj, name: "other"),
+}
 
 
-@pytest.mark.parametrize("change", [own_way, several, no_template, moved, another_sandbox, another_name, other_text])
+@pytest.mark.parametrize("change", CHANGES)
 def test_where_the_library_may_write_something_else_it_is_asked_and_the_log_says_so(
-    change: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = with_template(CHATML)
-    change(made, monkeypatch)
+    CHANGES[change](made, monkeypatch)
     with caplog.at_level(logging.WARNING):
         write, calls = asked(monkeypatch, made)
-    if change is moved:
+    if change == MOVED:
         monkeypatch.undo()
         monkeypatch.setattr(made, "apply_chat_template", lambda *args, **kwargs: calls.append(kwargs))
     (told,) = [each.fields for each in caplog.records if each.message == "chat_template_by_the_library"]  # type: ignore[attr-defined]

@@ -161,10 +161,10 @@ async def test_what_comes_behind_the_end_is_refused(tmp_path: Path) -> None:
     assert store.waiting == 0
 
 
-async def _broken_off(directory: Path, commits: int) -> None:
+async def _broken_off(directory: Path) -> None:
     """A directory as a killed process leaves it: the WAL is not written back."""
     async with opened(directory / "running") as store:
-        for number in range(commits):
+        for number in range(10):
             await store.append(OWNER, {number: b"x" * 5000})
         for path in (directory / "running").iterdir():
             (directory / path.name).write_bytes(path.read_bytes())
@@ -183,7 +183,7 @@ async def _broken_off(directory: Path, commits: int) -> None:
 async def test_a_wal_that_lacks_acknowledged_commits_is_refused_by_name(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
-    await _broken_off(tmp_path, 10)
+    await _broken_off(tmp_path)
     damage(file_of(tmp_path, suffix=".sqlite-wal"))
     async with opened(tmp_path) as store:
         for attempt in (store.load(OWNER), store.append(OWNER, blobs(1))):
@@ -192,7 +192,7 @@ async def test_a_wal_that_lacks_acknowledged_commits_is_refused_by_name(
 
 
 async def test_what_is_left_of_a_damaged_slot_can_be_had_by_choice(tmp_path: Path) -> None:
-    await _broken_off(tmp_path, 10)
+    await _broken_off(tmp_path)
     wal = file_of(tmp_path, suffix=".sqlite-wal")
     wal.write_bytes(wal.read_bytes()[:-100])
     file_of(tmp_path, suffix=".acknowledged").unlink()

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.tokenizing import async_encoder
-from middleware_hub.tokenizing.alignment import Alignment
 from middleware_hub.tokenizing.ascii_encoding import AsciiEncoder, ascii_encoder
 from middleware_hub.tokenizing.async_encoder import AT_ONCE, PROCESSES, AsyncEncoder, TextTooLong
 from middleware_hub.tokenizing.encoding import UNLOCKED, TextEncoder
@@ -161,13 +160,10 @@ def ids(name: str, *tokens: str) -> list[int]:
     return found
 
 
-def shown(aligned: Alignment) -> tuple[str, list[int | None], int, bool]:
-    ends = [None if end == NO_CUT else int(end) for end in aligned.ends]
-    return aligned.text, ends, aligned.shown_chars, aligned.exact
-
-
 def aligned(name: str, tokens: list[int], text: str, **how: Any) -> tuple[str, list[int | None], int, bool]:
-    return shown(_encoder(name).align(tokens, text, **{"skip_special": True, **how}))
+    found = _encoder(name).align(tokens, text, **{"skip_special": True, **how})
+    ends = [None if end == NO_CUT else int(end) for end in found.ends]
+    return found.text, ends, found.shown_chars, found.exact
 
 
 @pytest.mark.parametrize("name", NAMES)
