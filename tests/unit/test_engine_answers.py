@@ -22,16 +22,12 @@ from miles_router.engines.scan import Field, Incomplete
 
 def answer(**changed: Any) -> dict[str, Any]:
     meta = {
-        "id": "r",
         "finish_reason": {"type": "stop", "matched": 9},
         "completion_tokens": 2,
-        "prompt_tokens": 3,
-        "weight_version": "v2",
-        "weight_versions": [{"version": "v1", "start": 0, "end": 1}, {"version": "v2", "start": 1, "end": 2}],
         "output_token_logprobs": [[-0.5, 7, None], [-0.25, 9, None]],
         **changed,
     }
-    return {"text": "ab", "output_ids": [7, 9], "meta_info": {k: v for k, v in meta.items() if v is not ...}}
+    return {"text": "ab", "output_ids": [7, 9], "meta_info": meta}
 
 
 @pytest.mark.parametrize(
@@ -39,20 +35,11 @@ def answer(**changed: Any) -> dict[str, Any]:
     [
         ({"completion_tokens": 3}, "token_counts_disagree"),
         ({"output_token_logprobs": [[-0.5, 7, None]]}, "token_counts_disagree"),
-        ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}, "logprobs_of_other_tokens"),
-        ({"output_token_logprobs": ...}, "incomplete"),
-        ({"finish_reason": None}, "incomplete"),
-        ({"weight_versions": [{"version": "v1", "start": 0, "end": 1}]}, "versions_end_elsewhere"),
-        ({"weight_versions": [{"version": "v1", "start": 1, "end": 2}]}, "versions_leave_gaps"),
-        (
-            {"weight_versions": [{"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 0, "end": 2}]},
-            "versions_leave_gaps",
-        ),
         ({"weight_versions": [{"version": 1}]}, "incomplete"),
         ({"weight_versions": [{"version": 1, "start": 0.0, "end": 2.0}]}, "incomplete"),
     ],
 )
-def test_an_answer_that_lacks_something_or_contradicts_itself_is_refused(changed: dict[str, Any], reason: str) -> None:
+def test_an_answer_that_contradicts_itself_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnreadableAnswer) as refused:
         GenerateAnswer.read(answer(**changed))
     assert refused.value.reason == reason
@@ -72,19 +59,10 @@ QUEUE_ABORT = {"type": "abort", "message": "Abort in waiting queue"}
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        (event([1, 3], 2), "tokens_taken_back"),
         (event([3, 3], 2, finish_reason=QUEUE_ABORT), "tokens_taken_back"),
         (event([2, 2], 3, finish_reason=QUEUE_ABORT), "token_counts_disagree"),
-        (event([1, 2, 3], 3, output_token_logprobs=entries(1, 2, 4)), "logprobs_of_other_tokens"),
-        (event([1, 2, 3], 3, output_token_logprobs=entries(1, 2)), "token_counts_disagree"),
-        (event([3], 3, output_token_logprobs=entries(4)), "logprobs_of_other_tokens"),
-        (event([3], 3), "token_counts_disagree"),
         (event([3], 3, output_token_logprobs=entries(3), output_top_logprobs=7), "incomplete"),
         (event([1, 2, 3], 3, output_token_logprobs=[7, 7, 7]), "invalid_tokens"),
-        (
-            event([1, 2], 2, output_token_logprobs=entries(4, 2), finish_reason={"type": "stop"}),
-            "logprobs_of_other_tokens",
-        ),
         (
             event([3], 3, output_token_logprobs=entries(3), weight_versions=[{"version": "1", "start": 0, "end": 2}]),
             "versions_end_elsewhere",
@@ -130,20 +108,11 @@ def test_what_an_event_says_of_its_answer(event: bytes, progress: tuple[object, 
 @pytest.mark.parametrize(
     ("data", "answers", "beginning", "found"),
     [
-        (b'{"meta_info": {"finish_reason" : null}}', 1, False, [None]),
-        (
-            b'{"text": "\\"finish_reason\\":1", "meta_info":{"finish_reason":{"type":"stop"}}}',
-            1,
-            False,
-            [{"type": "stop"}],
-        ),
-        (b'{"meta_info":{}}', 1, False, None),
         (b'[{"finish_reason":null},{"finish_reason":{"type":"abort"}}]', 2, False, [None, {"type": "abort"}]),
         (b'[{"finish_reason":null},{"finish_reason":null}]', 1, False, None),
         (b'[{"finish_reason":null},{"finish_reason":nu', 1, True, [None]),
         (b'{"finish_reason" : null, "text": "', 1, True, [None]),
         (b'[{"finish_reason":null},{"finish_reason":{"type":"ab', 2, True, None),
-        (b'{"choices":[{"finish_reason": "abort"}]}', 1, False, ["abort"]),
     ],
 )
 def test_finish_reasons_are_seen_without_parsing_or_not_at_all(
