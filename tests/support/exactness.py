@@ -101,8 +101,7 @@ def binary_arrays(data: bytes) -> Arrays:
     tensors = load(data)
     length = int.from_bytes(data[:8], "little")
     facts = orjson.loads(orjson.loads(data[8 : 8 + length])["__metadata__"]["facts"])
-    assert (tensors["tokens"].dtype, tensors["logprobs"].dtype) == ("int32", "float32")
-    assert tensors["loss_mask"].dtype == "uint8"
+    assert [tensors[name].dtype for name in ("tokens", "logprobs", "loss_mask")] == ["int32", "float32", "uint8"]
     return retrieved_arrays(
         {
             "tokens": tensors["tokens"].tolist(),

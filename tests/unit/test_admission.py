@@ -116,6 +116,11 @@ def _expires(scene: Scene) -> None:
     scene.clock.now += LONGEST + 1
 
 
+def _is_quarantined(scene: Scene) -> None:
+    for _ in range(3):
+        scene.pool.record_failure(scene.first, "refused")
+
+
 def _is_drained(scene: Scene) -> None:
     scene.add("new", MEMORY)
     scene.pool.drain(scene.first, lambda: None)
@@ -128,7 +133,7 @@ HAPPENS: dict[str, Callable[[Scene], object]] = {
     "more memory": lambda scene: setattr(scene.first, "facts", Facts(token_capacity=2 * MEMORY)),
     "ranks": lambda scene: scene.pool.set_ranks(scene.first, 2),
     "the worker is lost": lambda scene: scene.pool.remove(scene.first),
-    "quarantine": lambda scene: [scene.pool.record_failure(scene.first, "refused") for _ in range(3)],
+    "quarantine": _is_quarantined,
     "drain": _is_drained,
 }
 
