@@ -18,7 +18,6 @@ from tests.support.experts_trial import (
     WIDTH,
     ExpertsTrial,
     array_of,
-    episode,
     experts_of,
     experts_trial,
     generated,
@@ -32,7 +31,6 @@ from tests.support.scripted_worker import script
 from tests.support.session_apis import case
 from tests.support.session_trial import CHAT, SESSIONS, message_of, user
 from tests.support.stage import Stage, staged
-from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -209,19 +207,6 @@ async def test_what_is_larger_than_all_room_is_said_and_nothing_else_goes_wrong(
         (sample,) = await trial.samples(session)
         assert "max_bytes" in sample["metadata"]["routed_experts_missing"]
         assert (await trial.missing(), trial.held["bytes"]) == ({"experts_fit": 1}, 0)
-
-
-async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,)) as trial:
-        session = await trial.create()
-        await episode(trial, session, 3)
-        rid = (await trial.records(session))[-1]["rid"]
-        assert trial.held["bytes"] == await trial.metric("bytes") > 0
-        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
-        await until(lambda: not trial.held["bytes"], "its bytes are back")
-        assert (await trial.metric("bytes"), await trial.metric("generations")) == (0, 0)
-        assert (await trial.refused(rid=rid))[:2] == (404, "not_found")
-        assert trial.held["evicted"] == 0, "they went with the session"
 
 
 async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:
