@@ -7,14 +7,14 @@ import itertools
 import time
 from typing import Any
 
-import orjson
 import pytest
 
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import info, post, simulated
 from tests.support.metrics import metric
+from tests.support.resuming import answer, length, streamed, told
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, ScriptedWorker, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import CLOSE, Visit, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -163,7 +163,7 @@ async def test_what_a_worker_says_late_of_its_weights_does_not_undo_an_update(st
 async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: Stage) -> None:
     router = await stage.router(await stage.worker())
 
-    async def told() -> list[float]:
+    async def metrics() -> list[float]:
         labels: list[dict[str, str]] = [{"reason": "paused"}, {"reason": "asleep"}]
         closed = [await metric(router, "miles_router_gate_closed", **each) for each in labels]
         return [
@@ -174,17 +174,17 @@ async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: S
 
     opened: dict[str, Any] = {"closed": False, "mode": None, "paused_since": None, "asleep_since": None}
     opened |= {"workers_paused_since": None, "queued": 0}
-    assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 0}, [0, 0, 0, 0])
+    assert ((await info(router))["gate"], await metrics()) == ({**opened, "held": 0, "pauses": 0}, [0, 0, 0, 0])
     await post(router, "/pause_generation", mode="retract")
     waiting = asyncio.ensure_future(post(router, "/generate", text="Hi"))
     await until(lambda: router.app.router.gate.held, "it waits")
     gate = (await info(router))["gate"]
     assert time.time() - 60 < gate["paused_since"] <= time.time()
     shown = {**opened, "closed": True, "mode": "retract", "paused_since": gate["paused_since"], "held": 1, "pauses": 1}
-    assert (gate, await told()) == (shown, [1, 0, 1, 1])
+    assert (gate, await metrics()) == (shown, [1, 0, 1, 1])
     await post(router, "/continue_generation")
     assert (await waiting).status == 200
-    assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 1}, [0, 0, 0, 1])
+    assert ((await info(router))["gate"], await metrics()) == ({**opened, "held": 0, "pauses": 1}, [0, 0, 0, 1])
 
 
 async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(stage: Stage) -> None:
@@ -200,17 +200,6 @@ async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(st
         assert (one.engine.paused, two.engine.paused, (await info(router))["gate"]["closed"]) == (None, None, False)
         reply = await post(router, "/generate", text="Hi", sampling_params={"max_new_tokens": 1})
         assert reply.status == 200
-
-
-async def test_a_worker_that_cannot_be_continued_takes_no_traffic_and_says_why(stage: Stage) -> None:
-    one, two = await stage.worker(), await stage.worker()
-    router = await stage.router(one, two)
-    await post(router, "/pause_generation")
-    two.next(script(reply(b"", 500)))
-    assert (await post(router, "/continue_generation")).status == 502
-    assert await shown(router, "state") == {one.url: "ready", two.url: "paused"}
-    assert (await shown(router, "reason"))[two.url] == "could not be continued"
-    assert not (await info(router))["gate"]["closed"]
 
 
 async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage: Stage) -> None:
@@ -238,37 +227,7 @@ async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobod
         await post(router, "/release_memory_occupation")
 
 
-# Carried on, where a simulated worker has no such case
-
-
-def whole(ids: list[int], prompt: int) -> bytes:
-    finish = {"type": "length", "length": len(ids)}
-    meta = {"id": "n", "prompt_tokens": prompt, "completion_tokens": len(ids), "finish_reason": finish}
-    return orjson.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": meta})
-
-
 # A lost worker
-
-
-def beginning(ids: list[int], finish: object = None, *, prompt: int = 2) -> bytes:
-    meta = {"id": "s", "prompt_tokens": prompt, "completion_tokens": len(ids), "finish_reason": finish}
-    return b"data: %b\n\n" % orjson.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": meta})
-
-
-EVENTS = chunked_head([("Content-Type", "text/event-stream")])
-
-
-async def an_x_for_each_token(visit: Visit) -> None:
-    ids = orjson.loads(await visit.read_body())["tokens"]
-    await visit.write(reply(orjson.dumps({"text": ["x" * len(each) for each in ids]})))
-
-
-async def spelling_worker(stage: Stage) -> ScriptedWorker:
-    """One whose text is an x for each token, and that says so."""
-    worker = await stage.worker()
-    worker.standing["/v1/detokenize"] = an_x_for_each_token
-    worker.standing["/server_info"] = script(reply(b'{"incremental_streaming_output": false}'))
-    return worker
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -277,12 +236,11 @@ async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
     stage: Stage, stream: bool, deaths: int, status: int
 ) -> None:
     """Before a reply has begun nothing is lost, as long as `max_retries` is not used up."""
-    worker = await spelling_worker(stage)
+    worker = await stage.worker()
     router = await stage.router(worker, resume_on_worker_loss=True, max_retries=2)
     worker.next(*[script(CLOSE)] * deaths)
-    last = beginning([9], {"type": "length", "length": 1})
-    streamed = script(EVENTS, chunk(last), chunk(b"data: [DONE]\n\n"), chunk(b""))
-    worker.always(streamed if stream else script(reply(whole([9], prompt=2))))
-    answer = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
-    assert answer.status == status
+    last = answer([9], length(1))
+    worker.always(streamed(last) if stream else told(last))
+    came = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
+    assert came.status == status
     assert len(worker.requests) <= 4  # the first may have met a connection that was no longer good

@@ -9,9 +9,9 @@ import pytest
 
 from miles_router.fleet.placement.contract import PlacementRequest
 from miles_router.fleet.workers import Unit
-from tests.support.http import Client, Pairs, request
+from tests.support.http import Pairs, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
+from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -51,25 +51,6 @@ async def taker(
     (took,) = [worker for worker, seen in zip(workers, before, strict=True) if len(worker.requests) > seen]
     await until(lambda: router.pool.in_flight <= in_flight, "its answer is over for the router, too")
     return took
-
-
-async def all_busy(workers: list[ScriptedWorker], count: int) -> None:
-    """Wait until so many requests are held."""
-    await until(lambda: sum(worker.busy for worker in workers) == count, f"{count} are held")
-
-
-async def held(stage: Stage, router: RunningRouter, workers: list[ScriptedWorker], *lengths: int) -> list[Client]:
-    """Generations that do not end, one after the other."""
-    clients, busy = [], sum(worker.busy for worker in workers)
-    for worker in workers:
-        worker.always(script(HANG))
-    for number, length in enumerate(lengths, 1):
-        clients.append(await stage.client(router))
-        await clients[-1].send(request("POST", "/generate", body=generation(length)))
-        await all_busy(workers, busy + number)
-    for worker in workers:
-        worker.always(script(reply()))
-    return clients
 
 
 async def test_a_reply_that_was_held_up_for_its_client_says_nothing_of_its_worker(stage: Stage) -> None:

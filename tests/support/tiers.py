@@ -25,7 +25,6 @@ NIGHTLY = frozenset(
         "tests/e2e/test_audit.py",
         "tests/e2e/test_command.py",
         "tests/e2e/test_dashboard.py",
-        "tests/e2e/test_layers_on_processes.py",
         "tests/e2e/test_long_texts.py",
         "tests/e2e/test_loop.py",
         "tests/e2e/test_machines.py",
