@@ -31,7 +31,6 @@ NIGHTLY = frozenset(
         "tests/e2e/test_placement_benchmark.py",
         "tests/e2e/test_private_names.py",
         "tests/e2e/test_tokenizer_agreement.py",
-        "tests/e2e/test_unwritten_messages.py",
         "tests/e2e/test_view.py",
         "tests/faults/test_invalid_numbers.py",
         "tests/faults/test_large_answers.py",
