@@ -1,5 +1,5 @@
-"""Sessions and text rollouts as episodes at `/router/episodes`: each field is what records and samples say; pages stay in
-order while sessions come and go; what nobody knows is refused by name; with text off, no text, id or byte leaves."""
+"""Sessions and text rollouts as episodes at `/router/episodes`: each field is what records and samples say; pages stay
+in order while sessions come and go; what nobody knows is refused by name; with text off, no text, id or byte leaves."""
 
 from __future__ import annotations
 
