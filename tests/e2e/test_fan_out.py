@@ -301,9 +301,6 @@ async def test_every_row_needs_the_administration_key_where_one_is_set(stage: St
         assert b"admin" not in worker.requests.pop().head
 
 
-# States
-
-
 # What all engines say about themselves
 
 TEXT = b'# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{model_name="m"} 3.0\n'

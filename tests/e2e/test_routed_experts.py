@@ -125,9 +125,6 @@ async def test_what_generates_nothing_passes_as_it_is(trial: ExpertsTrial) -> No
         ]
 
 
-# What is held is not asked for again
-
-
 # Clients that ask for rows themselves
 
 PARTS = [

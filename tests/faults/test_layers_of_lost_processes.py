@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from miles_router.testing import SimulatedWorker
+from tests.e2e.test_episodes_on_processes import all_episodes
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import CutReply, RawReply, ask
 from tests.support.layers import layered, listed, ports, post, process_at, written
@@ -71,17 +72,6 @@ async def agents(router: Processes, turns: int = 2) -> list[Agent]:
         for _ in range(turns):
             assert (await agent.turn(router.url)).status == 200
     return made
-
-
-async def episodes(url: str, query: str) -> list[str]:
-    """The sessions that a process lists as episodes, page by page."""
-    found, after = [], ""
-    while True:
-        page = (await ask(url, "GET", f"/router/episodes?{query}{after}")).json()
-        found += [each["id"] for each in page["episodes"]]
-        if page["next"] is None:
-            return found
-        after = f"&after={page['next']}"
 
 
 async def refused(agent: Agent, url: str) -> tuple[int, str]:
@@ -184,7 +174,7 @@ async def test_a_killed_router_comes_back_with_another_number_of_processes(tmp_p
         async with layered(config, count=3) as router:
             for each in await ports(router):
                 for query in ("limit=1", "limit=5"):
-                    assert await episodes(each.url, query) == [THERE, HERE]
+                    assert [one["id"] for one in await all_episodes(each.url, query)] == [THERE, HERE]
             assert [await agent.samples(router.url) for agent in both] == before
             assert {(await agent.turn(router.url)).status for agent in both} == {200}
 

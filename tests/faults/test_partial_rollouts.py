@@ -91,9 +91,6 @@ async def test_the_answer_to_a_request_that_cannot_be_read_is_counted(stage: Sta
     assert unread(router) == {("partial_rollouts", "unknown_request"): 1}, "what the engine refuses is none"
 
 
-# Streams however they are written
-
-
 # Engines that contradict themselves
 
 FIRST: dict[str, Any] = {

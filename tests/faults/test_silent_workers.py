@@ -31,7 +31,7 @@ from tests.support.scripted_worker import (
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
-READY, QUARANTINED = WorkerState.READY, WorkerState.QUARANTINED
+QUARANTINED = WorkerState.QUARANTINED
 #: Seconds from one event of a stream to the next: 25 a second.
 PACE = 0.04
 #: Each check takes several events.

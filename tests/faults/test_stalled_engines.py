@@ -23,7 +23,7 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 from tests.support.worker_process import WorkerProcess, worker_process
 
-READY, PAUSED, QUARANTINED = WorkerState.READY, WorkerState.PAUSED, WorkerState.QUARANTINED
+READY, QUARANTINED = WorkerState.READY, WorkerState.QUARANTINED
 #: Of several processes, whose signs of life come by way of another one, on a machine that has other things to do.
 STALL = 0.15 if processes_used() == 1 else 1.0
 WATCHING: dict[str, Any] = {**PROBING, "stall_timeout": STALL}
