@@ -205,8 +205,7 @@ async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(st
 
 
 async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    router = await stage.router(await stage.worker())
     await post(router, "/release_memory_occupation")
     assert await metric(router, "miles_router_gate_closed", reason="asleep") == 1
     for tags, asleep in ((["weights"], True), (["kv_cache", "cuda_graph"], False)):
@@ -220,8 +219,7 @@ async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage:
 
 
 async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobody(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for path, asleep in (("/release_memory_occupation", False), ("/resume_memory_occupation", True)):
         worker.next(script(reply(b"", 500)))
         assert (await post(router, path)).status == 502
@@ -238,8 +236,7 @@ async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
     stage: Stage, stream: bool, deaths: int, status: int
 ) -> None:
     """Before a reply has begun nothing is lost, as long as `max_retries` is not used up."""
-    worker = await stage.worker()
-    router = await stage.router(worker, resume_on_worker_loss=True, max_retries=2)
+    worker, router = await stage.worker_and_router(resume_on_worker_loss=True, max_retries=2)
     worker.next(*[script(CLOSE)] * deaths)
     last = answer([9], length(1))
     worker.always(streamed(last) if stream else told(last))

@@ -42,8 +42,7 @@ async def test_the_first_listed_is_outermost_and_gets_its_options(stage: Stage) 
 
 
 async def test_a_class_answers_its_own_route_and_leaves_the_rest_to_the_workers(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=stack(("Tagging", {"tag": "t", "times": 3})))
+    worker, router = await stage.worker_and_router(middlewares=stack(("Tagging", {"tag": "t", "times": 3})))
     assert (await router.ask("GET", "/tagging/x")).json() == {"tag": "ttt", "name": "x"}
     refused = await router.ask("POST", "/tagging/x")
     assert (refused.status, refused.error_type) == (405, "invalid_request")
@@ -70,8 +69,7 @@ async def test_lifespans_are_entered_outermost_first_and_left_in_reverse() -> No
 
 @pytest.mark.alone("it looks inside")
 async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=stack("Legacy"), hf_checkpoint="/models/some")
+    worker, router = await stage.worker_and_router(middlewares=stack("Legacy"), hf_checkpoint="/models/some")
     answer = await router.ask("POST", "/generate", body=b'{"text": "x"}')
     assert answer.value("x-legacy") == b"13 bytes"
     assert worker.requests[0].body == b'{"text": "x"}'
@@ -80,8 +78,7 @@ async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stag
 
 
 async def test_a_rewritten_body_reaches_the_worker_once_with_its_length(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=stack("Rewriting", "Reading"))
+    worker, router = await stage.worker_and_router(middlewares=stack("Rewriting", "Reading"))
     await router.ask("POST", "/generate", body=b'{"text": "a"}')
     (seen,) = worker.requests
     assert json.loads(seen.body) == {"text": "a", "return_logprob": True}

@@ -47,8 +47,7 @@ BROKEN_CHUNKS = {
 
 
 async def test_a_reply_that_is_no_http_is_502(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for kind, garbage in GARBAGE.items():
         with case(kind):
             worker.always(garbage)
@@ -65,8 +64,7 @@ async def test_garbage_is_not_tried_on_another_worker(stage: Stage) -> None:
 
 
 async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for kind, stream in BROKEN_CHUNKS.items():
         with case(kind):
             worker.always(script(chunked_head() + chunk(b"good"), *stream, HANG))
@@ -99,8 +97,7 @@ async def test_bytes_behind_the_announced_length_are_cut_off_and_the_connection_
 
 
 async def test_statuses_without_a_name_are_passed_on(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for status in (299, 418, 599):
         with case(status):
             worker.next(script(reply(b"odd", status, reason="Whatever")))
@@ -109,8 +106,7 @@ async def test_statuses_without_a_name_are_passed_on(stage: Stage) -> None:
 
 
 async def test_a_status_beyond_http_is_502(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for status in (600, 999):
         with case(status):
             worker.always(script(reply(b"odd", status)))
@@ -140,8 +136,7 @@ async def test_error_replies_pass_byte_for_byte_and_are_not_retried(stage: Stage
 
 
 async def test_error_replies_pass_in_every_framing(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for status in (400, 500):
         for framing, answered, body in (
             ("chunked", script(chunked_head(status=status), chunk(b"Some"), chunk(b"thing"), LAST_CHUNK), b"Something"),
@@ -155,8 +150,7 @@ async def test_error_replies_pass_in_every_framing(stage: Stage) -> None:
 
 
 async def test_redirects_are_the_clients_business(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     statuses = (301, 302, 307, 308)
     for status in statuses:
         with case(status):
@@ -167,8 +161,7 @@ async def test_redirects_are_the_clients_business(stage: Stage) -> None:
 
 
 async def test_a_not_modified_reply_that_names_a_length_does_not_hold_the_client(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     client = await stage.client(router)
     for _ in range(2):
         worker.next(script(head(304, [("Content-Length", "500")])))
@@ -176,8 +169,7 @@ async def test_a_not_modified_reply_that_names_a_length_does_not_hold_the_client
 
 
 async def test_not_modified_and_no_content_end_without_a_body(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     client = await stage.client(router)
     for status in (304, 204, 304, 204):
         worker.next(script(head(status, [("ETag", '"a"')])))

@@ -144,8 +144,7 @@ async def test_a_silent_worker_beside_another_is_quarantined_under_requests(stag
 
 
 async def test_the_last_worker_without_requests_is_quarantined_for_silence(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **CHECKS)
+    worker, router = await stage.worker_and_router(**CHECKS)
     worker.model_info = script(HANG)
     await becomes(router, worker, QUARANTINED)
 
@@ -156,8 +155,7 @@ async def test_the_last_worker_without_requests_is_quarantined_for_silence(stage
     ids=["503", "reset", "nobody listens"],
 )
 async def test_what_is_not_silence_counts_while_a_worker_streams(stage: Stage, answer: Any, listens: bool) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **CHECKS)
+    worker, router = await stage.worker_and_router(**CHECKS)
     worker.always(events)
     async with streaming(stage, router):
         if not listens:
