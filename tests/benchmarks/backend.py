@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,21 @@ def _nginx_config(ports: dict[str, int], root: Path) -> Path:
     path = root / "backend.conf"
     path.write_text(nginx_head(root) + "".join(_server(port, kind, root) for kind, port in ports.items()) + "}\n")
     return path
+
+
+@contextlib.contextmanager
+def answering(root: Path, answers: Mapping[str, bytes]) -> Iterator[int]:
+    """nginx that answers these paths, whatever it is asked; its port."""
+    port = free_port()
+    locations = [f"location = {path} {{ return 200 '{STATUS}'; }}" for path in STATUS_PATHS]
+    for number, (path, body) in enumerate(answers.items()):
+        (root / f"{number}.json").write_bytes(body)
+        locations.append(f"location = {path} {{ error_page 405 =200 /{number}.json; return 405; }}")
+    server = f"server {{ listen {HOST}:{port} backlog=4096; root {root}; sendfile on; open_file_cache max=10;\n"
+    (root / "worker.conf").write_text("\n".join([nginx_head(root), server, *locations, "}}"]))
+    command = ["nginx", "-p", str(root), "-c", str(root / "worker.conf")]
+    with started(command, port, "/health", root / "worker.log"):
+        yield port
 
 
 @dataclass(frozen=True)

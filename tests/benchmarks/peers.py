@@ -142,6 +142,16 @@ def other_checkout(source: Path) -> Peer:
 
 
 @contextlib.contextmanager
+def running_router(worker_port: int, log: Path, *arguments: str, **environment: str) -> Iterator[tuple[int, int]]:
+    """The router of this checkout in front of a worker: its port and its process id."""
+    port = free_port()
+    command = [*_miles_router(port, worker_port, log.parent), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(REPO), **environment}
+    with started(command, port, "/readiness", log, env, REPO) as pid:
+        yield port, pid
+
+
+@contextlib.contextmanager
 def running_peer(peer: Peer, worker_port: int, root: Path) -> Iterator[Running]:
     """A fresh process in front of the worker, so that its peak memory is that of one load alone."""
     if peer.command is None:

@@ -28,14 +28,14 @@ from statistics import median
 import numpy as np
 import orjson
 
-from tests.benchmarks.backend import STATUS, STATUS_PATHS, nginx_head
-from tests.benchmarks.process import HOST, fetch, free_port, started
+from tests.benchmarks.backend import answering
+from tests.benchmarks.peers import running_router
+from tests.benchmarks.process import HOST, fetch
 from tests.benchmarks.procstat import cpu_seconds, peak_rss_mb
 from tests.benchmarks.report import environment
 
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 REENCODE = "tests.benchmarks.reencode.ReEncode"
-REPO = Path(__file__).resolve().parents[2]
 MB = 1e6
 
 
@@ -90,42 +90,13 @@ def make_answer(options: argparse.Namespace) -> Answer:
 
 
 @contextlib.contextmanager
-def running_worker(answer: Answer, root: Path) -> Iterator[int]:
-    """nginx with that answer to every `/generate`."""
-    port = free_port()
-    (root / "answer.json").write_bytes(answer.body)
-    status = "\n".join(f"        location = {path} {{ return 200 '{STATUS}'; }}" for path in STATUS_PATHS)
-    (root / "worker.conf").write_text(
-        nginx_head(root)
-        + f"""
-    server {{
-        listen {HOST}:{port} backlog=4096;
-        root {root};
-        sendfile on;
-        open_file_cache max=10;
-{status}
-        location = /generate {{ error_page 405 =200 /answer.json; return 405; }}
-    }}
-}}
-"""
-    )
-    command = ["nginx", "-p", str(root), "-c", str(root / "worker.conf")]
-    with started(command, port, "/health", root / "worker.log"):
-        yield port
-
-
-@contextlib.contextmanager
-def running_router(peer: Peer, worker: int, budget: int, log: Path) -> Iterator[tuple[int, int]]:
+def running(peer: Peer, worker: int, budget: int, log: Path) -> Iterator[tuple[int, int]]:
     """The router's port and process id."""
-    port = free_port()
-    command = [sys.executable, "-m", "miles_router", "--host", HOST, "--port", str(port), "--log-level", "warning"]
-    command += ["--worker-urls", f"http://{HOST}:{worker}"]
-    if peer.middlewares:
-        command += ["--middleware-paths", *peer.middlewares]
+    arguments = ["--middleware-paths", *peer.middlewares] if peer.middlewares else []
     if EXPERTS in peer.middlewares:
-        command += ["--set", f"routed_experts_middleware.max_bytes={budget}"]
-    with started(command, port, "/readiness", log) as pid:
-        yield port, pid
+        arguments += ["--set", f"routed_experts_middleware.max_bytes={budget}"]
+    with running_router(worker, log, *arguments) as found:
+        yield found
 
 
 def ask(port: int, peer: Peer) -> str:
@@ -159,7 +130,7 @@ def measure(peer: Peer, answer: Answer, worker: int, options: argparse.Namespace
     expected = sha256(answer.body if peer.asks else answer.stripped).hexdigest()
     budget = options.concurrent * answer.int32_bytes
     with (
-        running_router(peer, worker, budget, root / "router.log") as (port, pid),
+        running(peer, worker, budget, root / "router.log") as (port, pid),
         ThreadPoolExecutor(options.concurrent) as clients,
     ):
         before = peak_rss_mb(pid)
@@ -204,7 +175,7 @@ def main() -> int:
     rounds: dict[str, list[Sample]] = {peer.name: [] for peer in PEERS}
     with tempfile.TemporaryDirectory(prefix="routed-experts-") as folder:
         root = Path(folder)
-        with running_worker(answer, root) as worker:
+        with answering(root, {"/generate": answer.body}) as worker:
             for turn in range(options.repeat):
                 for peer in PEERS[turn % len(PEERS) :] + PEERS[: turn % len(PEERS)]:
                     sample = measure(peer, answer, worker, options, root)

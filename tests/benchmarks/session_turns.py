@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import os
 import random
 import socket
 import sys
@@ -31,8 +30,8 @@ from typing import Any
 
 import orjson
 
-from tests.benchmarks.peers import REPO
-from tests.benchmarks.process import HOST, free_port, started
+from tests.benchmarks.peers import running_router
+from tests.benchmarks.process import HOST
 from tests.benchmarks.report import environment, number, table
 from tests.benchmarks.sessions import APIS, SAMPLED_SHARE, TARGET_TOKENS, WORDS, Engine
 from tests.support.tokenizers import tokenizer_directory
@@ -123,16 +122,24 @@ def _answer(connection: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def running(source: Path, worker_port: int, root: Path, name: str, *arguments: str) -> Iterator[Subject]:
-    port = free_port()
-    command = [
-        str(Path(sys.executable).with_name("miles-router")), "--port", str(port), "--log-level", "warning",
-        "--worker-urls", f"http://{HOST}:{worker_port}", "--hf-checkpoint", tokenizer_directory("qwen3"),
-        "--middleware-paths", LAYER, *arguments,
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": str(source)}
-    with started(command, port, "/readiness", root / f"{name}.log", env, source) as pid:
-        yield Subject(port, pid)
+def serving(engine: Engine) -> Iterator[int]:
+    """A `Worker` with this engine; its port."""
+    Worker.engine = engine
+    server = ThreadingHTTPServer((HOST, 0), Worker)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def running(worker_port: int, log: Path, *arguments: str) -> Iterator[Subject]:
+    """A router with sessions before it."""
+    layers = ("--hf-checkpoint", tokenizer_directory("qwen3"), "--middleware-paths", LAYER)
+    with running_router(worker_port, log, *layers, *arguments) as found:
+        yield Subject(*found)
 
 
 Times = dict[str, dict[int, list[float]]]
@@ -168,16 +175,11 @@ def episode(subject: Subject, name: str, api: str, turns: int, seed: int, times:
 
 def measured(options: argparse.Namespace) -> tuple[Times, dict[int, int]]:
     """Seconds by what and turn, and the tokens of each turn's history."""
-    Worker.engine = Engine(int(TARGET_TOKENS / options.turns * SAMPLED_SHARE), seed=1)
+    engine = Engine(int(TARGET_TOKENS / options.turns * SAMPLED_SHARE), seed=1)
     times: Times = defaultdict(lambda: defaultdict(list))
     tokens: dict[int, int] = {}
-    server = ThreadingHTTPServer((HOST, 0), Worker)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    port = server.server_address[1]
     with tempfile.TemporaryDirectory(prefix="turns-") as folder, contextlib.ExitStack() as stack:
-        root = Path(folder)
-        now = stack.enter_context(running(REPO, port, root, "now"))
+        now = stack.enter_context(running(stack.enter_context(serving(engine)), Path(folder) / "now.log"))
         subjects = [(now, api, api) for api in options.apis]
         for subject, _, api in subjects:  # what is loaded and cached first
             episode(subject, "", api, 5, 0, defaultdict(lambda: defaultdict(list)), {})

@@ -1,7 +1,6 @@
 """What a session costs the router: CPU time of each turn as the history grows, and memory of what is held.
 
     python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50]
-        [--plot FILE.png]
 
 Sessions whose history grows to some 32,000 tokens: each turn adds a tool's result and an answer. The layer runs in this
 process around an engine that answers at once, whose own time is taken off. Beside it, on the same histories:
@@ -19,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -218,25 +216,6 @@ def shown(curve: Curve, memory: Mapping[str, float], *, markdown: bool) -> str:
     )
 
 
-def plot(curve: Curve, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, times in (("session", curve.session), ("read", curve.read), ("render and encode", curve.render)):
-        turns = sorted(times)
-        axes.plot(
-            [median(curve.tokens[turn]) for turn in turns], [median(times[turn]) * 1e3 for turn in turns], label=name
-        )
-    axes.set_xlabel("tokens of the history")
-    axes.set_ylabel("CPU ms of a turn")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four sessions of ten turns: a smoke test")
@@ -244,7 +223,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=32, help="sessions (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curve")
     options = parser.parse_args()
     if options.quick:
         options.sessions, options.turns = 4, 10
@@ -257,8 +235,6 @@ def main() -> int:
         print(f"{name}: {value}")
     curve, memory = asyncio.run(measured(options.sessions, options.turns, options.api))
     print(shown(curve, memory, markdown=options.markdown))
-    if options.plot is not None:
-        plot(curve, options.plot)
     slowest = np.median(curve.session[max(curve.session)]) / np.median(curve.render[max(curve.render)])
     print(f"the last turn costs {slowest:.3f} of rendering and encoding its history")
     return 0

@@ -13,22 +13,17 @@ import argparse
 import contextlib
 import random
 import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import orjson
 
-from tests.benchmarks.peers import REPO
-from tests.benchmarks.process import HOST
 from tests.benchmarks.report import environment, number, table
-from tests.benchmarks.session_turns import Subject, Worker, running
+from tests.benchmarks.session_turns import Subject, running, serving
 from tests.benchmarks.sessions import APIS, SAMPLED_SHARE, TARGET_TOKENS, WORDS, Engine
 
 MODES = ("none", "process", "machine")
@@ -103,6 +98,24 @@ def shown(costs: dict[str, Cost], idle: dict[str, float], *, markdown: bool) -> 
     return table(heading, rows, markdown)
 
 
+def measured(
+    turns: int, episodes: int, idle: int, directory: Path | None = None
+) -> tuple[dict[str, Cost], dict[str, float]]:
+    """What so many episodes cost each mode, and the memory of its idle sessions."""
+    engine = Engine(int(TARGET_TOKENS / turns * SAMPLED_SHARE), seed=1)
+    costs: dict[str, Cost] = {mode: Cost() for mode in MODES}
+    with tempfile.TemporaryDirectory(prefix="state-", dir=directory) as folder, contextlib.ExitStack() as stack:
+        port, subjects = stack.enter_context(serving(engine)), {}
+        for mode in MODES:
+            state = () if mode == "none" else ("--state-dir", f"{folder}/{mode}", "--state-sync", mode)
+            subjects[mode] = stack.enter_context(running(port, Path(folder) / f"{mode}.log", *state))
+            episode(subjects[mode], Cost(), 5, 0)  # what is loaded and cached first
+        for seed in range(episodes):
+            for mode, subject in subjects.items():
+                episode(subject, costs[mode], turns, seed)
+        return costs, {mode: idle_bytes(subject, idle) for mode, subject in subjects.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=40)
@@ -111,21 +124,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the disk that is measured; default: a temporary one")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    Worker.engine = Engine(int(TARGET_TOKENS / options.turns * SAMPLED_SHARE), seed=1)
-    server = ThreadingHTTPServer((HOST, 0), Worker)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    costs: dict[str, Cost] = defaultdict(Cost)
-    with tempfile.TemporaryDirectory(prefix="state-", dir=options.directory) as folder, contextlib.ExitStack() as stack:
-        subjects = {}
-        for mode in MODES:
-            state = () if mode == "none" else ("--state-dir", f"{folder}/{mode}", "--state-sync", mode)
-            subjects[mode] = stack.enter_context(running(REPO, server.server_address[1], Path(folder), mode, *state))
-            episode(subjects[mode], Cost(), 5, 0)  # what is loaded and cached first
-        for seed in range(options.episodes):
-            for mode, subject in subjects.items():
-                episode(subject, costs[mode], options.turns, seed)
-        idle = {mode: idle_bytes(subject, options.idle) for mode, subject in subjects.items()}
+    costs, idle = measured(options.turns, options.episodes, options.idle, options.directory)
     print(environment(), shown(costs, idle, markdown=options.markdown), sep="\n\n")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from statistics import median, quantiles
 
 from tests.benchmarks.backend import nginx_head, running_backend
 from tests.benchmarks.load import WRK_SCRIPT, request_body
-from tests.benchmarks.peers import REPO
+from tests.benchmarks.peers import running_router
 from tests.benchmarks.process import HOST, free_port, started
 from tests.benchmarks.procstat import scheduled_seconds
 from tests.benchmarks.report import environment, number, table
@@ -54,17 +53,6 @@ def collector(root: Path) -> Iterator[int]:
     config.write_text(nginx_head(root) + COLLECTOR.format(host=HOST, port=port))
     with started(["nginx", "-p", str(root), "-c", str(config)], port, "/", root / "log"):
         yield port
-
-
-@contextlib.contextmanager
-def router(source: Path, worker: int, collected_at: int, log: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """A router of a checkout: its port and its process id."""
-    port = free_port()
-    command = [sys.executable, "-m", "miles_router", "--port", str(port), "--worker-urls", f"http://{HOST}:{worker}"]
-    exporter = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{HOST}:{collected_at}"}
-    env = {**os.environ, **exporter, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
-    with started([*command, "--log-level", "warning", *options], port, "/readiness", log, env, source) as pid:
-        yield port, pid
 
 
 @contextlib.contextmanager
@@ -123,6 +111,7 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Count
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="traces-")))
         worker = stack.enter_context(running_backend(root / "backend")).ports["small"]
         collected_at = stack.enter_context(collector(root / "collector"))
+        exporter = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{HOST}:{collected_at}"}
         script = root / "load.lua"
         pause = f"function delay() return {options.delay_ms} end\n" if options.delay_ms else ""
         script.write_text(WRK_SCRIPT % request_body(False).decode() + pause)
@@ -130,7 +119,7 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Count
             with contextlib.ExitStack() as started_now:  # where a process has its memory makes a difference of percents
                 routers = {}
                 for name in spent:
-                    running = router(REPO, worker, collected_at, root / name, *(["--otel"] if name == ON else []))
+                    running = running_router(worker, root / name, *(["--otel"] if name == ON else []), **exporter)
                     routers[name] = started_now.enter_context(running)
                 alternating(routers, script, 1.0)
                 for name, each in alternating(routers, script, options.seconds).items():

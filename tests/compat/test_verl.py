@@ -325,9 +325,6 @@ def test_a_template_that_writes_a_turn_anew_is_refused() -> None:
         ChatTemplate(Rewriting()).continuation([{"role": "tool", "content": "42"}], [5])
 
 
-# What goes wrong in the middle
-
-
 # Loops of one's own
 
 

@@ -112,8 +112,7 @@ CLOSED = """/ /generate/ /v1/responses/ /v1/models/m/ /server_info /get_server_i
 
 
 async def test_the_key_of_clients_opens_a_list_and_the_key_of_administration_the_rest(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **SETTINGS)
+    worker, router = await stage.worker_and_router(**SETTINGS)
     for path in LISTED.split():
         assert (await tried(router, path)).status == 200
         assert (await tried(router, path, headers=ADMIN)).status == 401
@@ -160,8 +159,7 @@ async def test_middleware_routes_are_open_to_clients_and_their_neighbours_are_no
 
 
 async def test_what_overrides_an_engines_choices_takes_the_key_of_administration(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **SETTINGS)
+    worker, router = await stage.worker_and_router(**SETTINGS)
     headers = [("X-Override-Rid", "theirs"), ("x-override-priority", "9")]
     for more in ([], [("X-Api-Key", "admin")]):
         assert (await router.ask("POST", "/generate", [*DATA, *headers, *more], b"{}")).status == 200
@@ -277,8 +275,7 @@ WRONG: list[Pairs] = [
 
 
 async def test_without_the_right_key_nothing_is_forwarded(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, api_key="data")
+    worker, router = await stage.worker_and_router(api_key="data")
     for headers in WRONG:
         with case(headers):
             answer = await router.ask("POST", "/generate", headers, b"{}")
@@ -288,8 +285,7 @@ async def test_without_the_right_key_nothing_is_forwarded(stage: Stage) -> None:
 
 
 async def test_the_right_key_opens_and_stays_with_the_router(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, api_key="data-key")
+    worker, router = await stage.worker_and_router(api_key="data-key")
     for headers in [bearer("data-key"), [("authorization", "bearer  data-key")], [("X-Api-Key", "data-key")]]:
         with case(headers):
             assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
@@ -332,8 +328,7 @@ async def test_administration_takes_the_admin_key_alone(stage: Stage) -> None:
 
 
 async def test_health_needs_no_key_and_tells_no_secret(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **SETTINGS)
+    worker, router = await stage.worker_and_router(**SETTINGS)
     for path in ("/health", "/liveness", "/readiness"):
         answer = await router.ask("GET", path)
         assert (answer.status, worker.url.encode() in answer.body) == (200, False), path
@@ -346,8 +341,7 @@ async def test_keys_from_files_open_each_alone_and_stay_with_the_router(stage: S
     (tmp_path / "data").write_text("new-data\n\n  old-data  \n")
     (tmp_path / "admin").write_text("new-admin\r\nold-admin")
     files = {"api_key_file": str(tmp_path / "data"), "admin_api_key_file": str(tmp_path / "admin")}
-    worker = await stage.worker()
-    router = await stage.router(worker, api_key="data", **files)
+    worker, router = await stage.worker_and_router(api_key="data", **files)
     for key, statuses in (
         *((key, (200, 401)) for key in ("new-data", "old-data", "data")),
         *((key, (401, 200)) for key in ("new-admin", "old-admin")),

@@ -1,5 +1,6 @@
 """What holds for a turn in every API that agents speak, whole and streamed: it is exact, one segment, answered once,
-recorded before its agent learns of the end, and told in the words that clients of that API look for."""
+recorded before its agent learns of the end, of the main line where it goes on with that, and told in the words that
+clients of that API look for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.support.scripted_chat import (
 )
 from tests.support.scripted_worker import reply, script
 from tests.support.session_apis import BOTH, COMPLETIONS, MESSAGES, PLAIN, RESPONSES, TALKS, Api, Said, case
-from tests.support.session_trial import CHAT, exactly, session_trial, simulated_sessions, user
+from tests.support.session_trial import CHAT, SessionTrial, exactly, session_trial, simulated_sessions, user
 from tests.support.stage import Stage
 
 SCRIPT: Any = [
@@ -118,9 +119,15 @@ async def test_a_turn_that_is_asked_for_again_is_answered_once(stage: Stage) -> 
             with case(api, stream):
                 session = await trial.create()
                 body = api.body("Hi" if api.path == COMPLETIONS else [WHEN], 8, stream=stream)
+                made = len(trial.worker.log.generations)
                 one, other = [await api.post(trial, session, body, [("X-Turn-Id", "1")]) for _ in range(2)]
                 assert (one.status, one.body) == (200, other.body)
-                assert len(await trial.records(session)) == 1
+                assert one.value("content-type") == other.value("content-type")
+                assert one.value("x-request-id") != other.value("x-request-id")
+                assert [record["turn_id"] for record in await trial.records(session)] == ["1"]
+                assert len(trial.worker.log.generations) == made + 1
+                assert (await api.post(trial, session, body, [("X-Turn-Id", "2")])).body != one.body
+                assert len(await trial.records(session)) == 2
 
 
 async def test_why_an_answer_ended_is_told(stage: Stage) -> None:
@@ -326,3 +333,78 @@ async def test_a_key_comes_as_each_api_s_clients_send_it(stage: Stage) -> None:
 
 def test_the_table_has_every_api() -> None:
     assert {api.path for api in PLAIN} == {api.path for api in AGENT_APIS}
+
+
+History = list[dict[str, Any]]
+ASKED = user("What is 17 plus 25?")
+
+
+def remark(history: History) -> History:
+    """The first question with a remark behind it, as a harness adds one."""
+    return [user(f"{history[0]['content']}\n\nBe brief."), *history[1:]]
+
+
+def without_the_first_answer(history: History) -> History:
+    """The first answer was empty: the harness drops it, and puts both questions into one message."""
+    return [user(f"{history[0]['content']}\n{history[2]['content']}"), *history[3:]]
+
+
+class Agent:
+    """Asks one API of one session."""
+
+    def __init__(self, trial: SessionTrial, session: str, api: Api, *, stream: bool = False) -> None:
+        self.trial, self.session, self.api, self.stream = trial, session, api, stream
+
+    async def ask(self, history: History, most: int = 8, *, tools: bool = True) -> History:
+        """One turn; gives the history with its answer."""
+        fields: dict[str, Any] = {"tools": self.api.tools("add")} if tools else {}
+        said = await self.api.turn(self.trial, self.session, history, most, stream=self.stream, **fields)
+        return [*history, *said.items]
+
+
+async def main_turns(trial: SessionTrial, session: str) -> list[list[int]]:
+    """The turns of each sample without side calls; records, labels and the dashboard must say the same."""
+    samples = await trial.samples(session, side_calls=False)
+    kept = [[turn["turn"] for turn in sample["metadata"]["turns"]] for sample in samples]
+    told = await trial.ask("GET", f"/router/episodes/{session}")
+    assert told.status == 200, told.body
+    main = {turn for line in kept for turn in line}
+    assert {turn["turn"] for turn in told.json()["turns"] if not turn["side_call"]} == main
+    for sample in await trial.samples(session):
+        assert sample["metadata"]["side_call"] == (sample["metadata"]["leaf"] not in main)
+    return kept
+
+
+async def test_a_warm_up_request_or_a_dropped_answer_is_not_the_main_line(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        for api, stream in itertools.product(TALKS, BOTH):
+            with case(api, stream):
+                session = await trial.create()
+                agent = Agent(trial, session, api, stream=stream)
+                await agent.ask([user("ping")], 1)
+                history = await agent.ask([ASKED])
+                await agent.ask([*history, user("And now?")])
+                assert await main_turns(trial, session) == [[1, 2]]
+        for api in TALKS:
+            with case(api):
+                session = await trial.create()
+                agent = Agent(trial, session, api)
+                history = await agent.ask([ASKED], 1)
+                history = await agent.ask(without_the_first_answer([*history, user("Well?")]))
+                await agent.ask([*history, user("Again")])
+                assert await main_turns(trial, session) == [[1, 2]]
+
+
+async def test_a_remark_at_the_first_question_keeps_all_turns(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        for api, stream, tools in itertools.product(TALKS, BOTH, BOTH):
+            with case(api, stream, tools):
+                session = await trial.create()
+                agent = Agent(trial, session, api, stream=stream)
+                history = await agent.ask([ASKED], tools=tools)
+                history = await agent.ask([*history, user("And now?")], tools=tools)
+                history = await agent.ask(remark([*history, user("Go on")]), tools=tools)
+                await agent.ask([*history, user("Again")], tools=tools)
+                await agent.ask([user("Write a title.")], 2, tools=False)
+                assert await trial.reasons(session) == [None, None, "edited_history", None, "sub_agent"]
+                assert await main_turns(trial, session) == [[0, 1], [2, 3]]

@@ -1,19 +1,22 @@
-"""Which worker takes a request: the least loaded, and with a key always the same one."""
+"""Which worker takes a request: the least loaded, with a key always the same one, or the choice of one's own policy."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 import pytest
 
 from miles_router.errors import ConfigError
+from miles_router.fleet.placement.contract import PlacementRequest
+from miles_router.fleet.workers import Unit
 from miles_router.settings.config import RouterConfig
 from tests.support.fleet import JSON
 from tests.support.http import Client, Pairs, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import HANG, RESET, ScriptedWorker, script
+from tests.support.scripted_worker import HANG, RESET, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -24,6 +27,7 @@ KEYS: dict[str, tuple[str, Pairs]] = {
     "session in the path, encoded": ("/sessions/%7B{}%7D/generate", []),
 }
 in_turn = pytest.mark.alone("idle workers take turns in each process")
+counted = pytest.mark.alone("counts what one process chooses")
 keyed = pytest.mark.parametrize(("path", "headers"), [*KEYS.values()], ids=[*KEYS])
 
 
@@ -262,3 +266,74 @@ async def test_names_of_ones_own_stand_in_place_of_the_known_ones(stage: Stage) 
 def test_what_can_be_no_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="affinity_names: each must be the name of a header, or body:NAME"):
         RouterConfig(affinity_names=(name,))
+
+
+SESSION: Pairs = [("X-SMG-Routing-Key", "a")]
+
+
+class Last:
+    """Always the last worker of the list."""
+
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
+        """See `Policy`."""
+        return candidates[-1]
+
+
+class Unfinished:
+    """Forgot to choose one."""
+
+    def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> object:
+        """See `Policy`."""
+        return sorted(candidates, key=lambda unit: unit.tokens)
+
+
+def generation(length: int = 100) -> bytes:
+    """A request with a prompt of so many bytes."""
+    return orjson.dumps({"text": "a" * length, "sampling_params": {"max_new_tokens": 1}})
+
+
+async def taker(
+    router: RunningRouter, workers: list[ScriptedWorker], headers: Pairs = (), length: int = 100
+) -> ScriptedWorker:
+    """The worker that answers a generation."""
+    before, in_flight = [len(worker.requests) for worker in workers], router.pool.in_flight
+    answer = await router.ask("POST", "/generate", headers, generation(length))
+    assert answer.status == 200, answer.body
+    (took,) = [worker for worker, seen in zip(workers, before, strict=True) if len(worker.requests) > seen]
+    await until(lambda: router.pool.in_flight <= in_flight, "its answer is over for the router, too")
+    return took
+
+
+@counted
+async def test_a_reply_that_was_held_up_for_its_client_says_nothing_of_its_worker(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    meta = b'"meta_info":{"completion_tokens":100,"cached_tokens":0}}'
+    router = await stage.router(*workers)
+    for length, learned in ((16_000_000, False), (100, True)):
+        for worker in workers:
+            worker.always(script(reply(b'{"text":"%b",%b' % (b"a" * length, meta))))
+        client = await stage.client(router)
+        await client.send(request("POST", "/generate", body=generation()))
+        if not learned:
+            await until(lambda: router.app.router.metrics.bytes_out > 0, "it is on its way")
+        assert len((await client.read()).body) > length
+        await until(lambda: not router.pool.in_flight, "it is over")
+        assert any(worker.units[0].measurements for worker in router.pool) == learned
+
+
+@counted
+async def test_a_policy_of_ones_own_chooses(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    router = await stage.router(*workers, policy="tests.e2e.test_balance.Last")
+    assert [await taker(router, workers) for _ in range(4)] == [workers[-1]] * 4
+
+
+@counted
+async def test_what_is_no_choice_is_answered_by_name_and_asks_no_worker(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, policy="tests.e2e.test_balance.Unfinished")
+    answer = await router.ask("POST", "/generate", SESSION, generation())
+    error = answer.json()["error"]
+    assert (answer.status, error["type"]) == (500, "internal_error")
+    assert "the policy Unfinished chose [" in error["message"]
+    assert [worker.requests for worker in workers] == [[], []]

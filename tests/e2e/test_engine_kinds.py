@@ -186,8 +186,7 @@ async def test_new_weights_have_caches_of_their_own_where_the_engine_heeds_a_key
 
 
 async def test_a_flush_that_is_refused_in_a_pause_is_repeated(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     busy = script(in_json(b"Flush cache failed.\n", 400))
     worker.next(busy)
     assert (await post(router, "/flush_cache")).status == 400, "nobody paused"

@@ -1,5 +1,5 @@
-"""Sessions as episodes at `/router/episodes`: each field is what records and samples say; pages stay in order while
-sessions come and go; what nobody knows is refused by name; with text off, no text, id or byte leaves."""
+"""Sessions and text rollouts as episodes at `/router/episodes`: each field is what records and samples say; pages stay
+in order while sessions come and go; what nobody knows is refused by name; with text off, no text, id or byte leaves."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from miles_router.settings.config import DASHBOARD, MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.safetensors import unpack
+from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
+from tests.support.experts_trial import simulated_experts
 from tests.support.http import RawReply
 from tests.support.session_trial import (
     SESSIONS,
@@ -512,3 +514,132 @@ async def test_a_layer_of_ones_own_has_episodes_in_the_same_list(stage: Stage) -
     for path in ("episodes", "episodes/note-1", "episodes/note-1/tokens", "run"):
         told = await router.ask("GET", f"/router/{path}")
         assert (told.status, WORDS.encode() in told.body) == (200, False), "reasons in words are texts"
+
+
+# Texts
+
+
+@pytest.fixture
+async def texts(stage: Stage) -> AsyncIterator[Trial]:
+    async with simulated_trial(stage) as made:
+        yield made
+
+
+async def the_rows(texts: Any, **query: Any) -> list[Any]:
+    """All of them, newest first."""
+    return list((await got(texts, "episodes", **query))["episodes"])
+
+
+async def three_turns(texts: Trial) -> tuple[str, list[Any]]:
+    """A rollout whose text goes on twice behind an answer: its last text, and the answers."""
+    text, answers = "one", []
+    for _ in range(3):
+        answers.append(await texts.generate(text=text))
+        text += f"{answers[-1]['text']} and"
+    return text.removesuffix(" and"), answers
+
+
+async def test_a_rollout_is_one_episode_whose_turns_are_its_generations(texts: Trial) -> None:
+    text, answers = await three_turns(texts)
+    found = await texts.retrieve(text=text)
+    (row,) = await the_rows(texts)
+    assert set(row) == ROW
+    assert (row["kind"], row["state"], row["turns"], row["segments"], row["leaves"]) == ("text", "idle", 3, 1, 1)
+    assert (row["reasons"], row["finish_reason"], row["end_reason"]) == ({}, "length", None)
+    assert row["tokens"] == {
+        "all": len(found["tokens"]),
+        "sampled": sum(found["loss_mask"]),
+        "trained": sum(found["loss_mask"]),
+    }
+    assert texts.worker is not None
+    assert (row["weight_versions"], row["workers"]) == (["default"], [texts.worker.url])
+    assert (row["group"], row["label"], row["model"], row["waited_s"]) == (None, None, None, 0.0)
+    detail = await got(texts, f"episodes/{row['id']}")
+    assert {**{name: detail[name] for name in ROW}, "turns": detail["turns_total"]} == row
+    assert (detail["metadata"], detail["contract"], detail["leaf_turns"]) == (None, None, [2])
+    turns = detail["turns"]
+    assert all(set(turn) == TURN for turn in turns)
+    assert [(turn["turn"], turn["parent"], turn["reason"]) for turn in turns] == [
+        (0, None, None),
+        (1, 0, None),
+        (2, 1, None),
+    ]
+    assert [turn["rid"] for turn in turns] == [answer["meta_info"]["id"] for answer in answers]
+    assert [turn["cached_tokens"] for turn in turns] == [answer["meta_info"]["cached_tokens"] for answer in answers]
+    assert [turn["prompt_tokens"] for turn in turns] == [answer["meta_info"]["prompt_tokens"] for answer in answers]
+    given = [exchange.generation for exchange in texts.log]
+    assert [turn["end"] for turn in turns] == [len(each.input_ids) + len(each.output_ids) for each in given]
+    assert all(row["started_at"] <= turn["asked_at"] <= turn["answered_at"] for turn in turns)
+    spans = [span for turn in turns for span in turn["spans"]]
+    assert [{name: span[name] for name in ("version", "start", "end")} for span in spans] == found["weight_versions"]
+    assert {span["worker"] for span in spans} == {texts.worker.url}
+
+
+async def test_its_tokens_are_those_that_are_retrieved(texts: Trial) -> None:
+    text, _ = await three_turns(texts)
+    found = await texts.retrieve(text=text)
+    (row,) = await the_rows(texts)
+    told = await got(texts, f"episodes/{row['id']}/tokens")
+    for name, other in (
+        ("tokens", "tokens"),
+        ("loss_mask", "loss_mask"),
+        ("sampled", "loss_mask"),
+        ("logprobs", "rollout_logp"),
+    ):
+        assert told[name] == found[other], name
+    assert told["versions"] == found["weight_versions"]
+    assert (told["leaf"], told["length"], told["spelling"] is None) == (2, len(found["tokens"]), False)
+    runs = [(run["start"], run["end"]) for run in found["weight_versions"]]
+    assert [(turn["start"], turn["end"]) for turn in told["turns"]] == runs
+    part = await got(texts, f"episodes/{row['id']}/tokens", start=2, stop=5)
+    assert part["tokens"] == found["tokens"][2:5]
+
+
+async def test_a_rollout_under_way_runs_and_one_that_is_not_answered_is_none(stage: Stage) -> None:
+    async with simulated_trial(stage, token_latency_s=0.002) as texts:
+        assert texts.worker is not None
+        endless = {"text": "one", "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}
+        async with under_way(texts.post("/generate", endless)):
+            await until(lambda: texts.worker is not None and texts.worker.running, "it runs")
+            (row,) = await the_rows(texts, state="running")
+            assert (row["turns"], row["under_way"], row["leaves"], row["tokens"]["all"]) == (0, 1, 0, 0)
+            refused = await asked(texts, f"episodes/{row['id']}/tokens")
+            assert (refused.status, "leaf must be" in refused.json()["error"]["message"]) == (400, True)
+        await until(lambda: texts.worker is not None and not texts.worker.running, "its client has left")
+        await stage.nothing_under_way()
+        assert await the_rows(texts) == []
+
+
+async def another(stage: Stage, texts: Trial, options: dict[str, Any] | None = None, **settings: Any) -> Trial:
+    """A router of other settings before the same worker."""
+    assert texts.worker is not None
+    layers = (MiddlewareSpec(CACHE, options or {}),)
+    router = await stage.router(texts.worker.url, middlewares=layers, hf_checkpoint=checkpoint(), **settings)
+    return Trial(router, texts.worker)
+
+
+async def test_with_text_off_its_ids_stay(stage: Stage, texts: Trial) -> None:
+    hidden = await another(stage, texts, dashboard_text="off")
+    await hidden.generate(text="one")
+    (row,) = await the_rows(hidden)
+    told = await got(hidden, f"episodes/{row['id']}/tokens")
+    assert (told["text"], told["tokens"], told["spelling"]) == (False, None, None)
+    assert len(told["loss_mask"]) == told["length"] > 0
+
+
+async def test_both_kinds_are_one_list_newest_first(stage: Stage) -> None:
+    async with simulated_experts(stage, around=(SESSIONS, CACHE)) as texts:
+        made: list[str] = []
+        for number in range(3):
+            made.append(await texts.create(f"session-{number}"))
+            await texts.generate(text=f"text {number}")
+        rows = await the_rows(texts)
+        assert [row["kind"] for row in rows] == ["text", "session"] * 3
+        assert [row["id"] for row in rows if row["kind"] == "session"] == made[::-1]
+        first = await got(texts, "episodes", limit=3)
+        second = await got(texts, "episodes", limit=3, after=first["next"])
+        assert (first["episodes"] + second["episodes"], second["next"]) == (rows, None)
+        assert [row["kind"] for row in await the_rows(texts, kind="text")] == ["text"] * 3
+        text = next(row for row in rows if row["kind"] == "text")
+        told = await got(texts, f"episodes/{text['id']}/tokens")
+        assert len(told["expert_entropy"]) == told["length"] - 1

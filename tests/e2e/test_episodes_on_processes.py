@@ -1,18 +1,23 @@
-"""Episodes, their audits and the run of a router of two processes: the whole, whichever process is asked."""
+"""Episodes, their audits and the run of a router of two processes: the whole, whichever process is asked, and what they
+ask of each other brings the key of its client."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from middleware_hub.auditing.tool.command import GOOD
+from miles_router.testing import SimulatedWorker
 from tests.support.audits import LONG, audited_at
-from tests.support.cache_trial import checkpoint
+from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.forks import fork_router
 from tests.support.http import ask
-from tests.support.layers import post, recording
+from tests.support.layers import post, recording, written
 from tests.support.owned import name_of
-from tests.support.session_trial import CHAT, user
+from tests.support.running_router import router_process
+from tests.support.session_trial import CHAT, SESSIONS, user
 
 NAMES = [name_of(index, 2, f"agent-{place}-") for place in range(2) for index in range(2)]
 TEXTS = 4
@@ -84,3 +89,27 @@ async def test_equal_texts_read_by_rid_at_any_process_are_each_counted(tmp_path:
             assert (await post(own[number // 2], "/retrieve_from_text", body)).status == 200
         (version,) = (await get(own[0], "/router/run"))["versions"]
         assert (version["sampled"], version["trained"]) == (16, 16)
+
+
+async def test_what_processes_ask_of_each_other_brings_the_client_s_key(tmp_path: Path) -> None:
+    layers: Any = ((SESSIONS, {}), (CACHE, {}))
+    config = written(tmp_path, layers, hf_checkpoint=checkpoint(), api_key="ours", max_text_chars=200, processes=2)
+    given, start = ("--config", str(config)), partial(fork_router, tokenizer=checkpoint())
+    async with (
+        SimulatedWorker(tokenizer=checkpoint()) as worker,
+        router_process(*given, "--worker-urls", worker.url, start=start) as router,
+    ):
+        key = ("Authorization", "Bearer ours")
+        for index in range(2):
+            assert (await post(router.url, "/sessions", {"session_id": name_of(index, 2, "s")}, key)).status == 200
+        texts = [f"{number}: Hi" for number in range(4)]
+        for text in texts:
+            assert (await post(router.url, "/generate", {"text": text, "rid": text[0]}, key)).status == 200
+        for _ in range(4):  # so that each process is asked
+            found = await ask(router.url, "GET", "/sessions", [key])
+            assert len(found.json()["sessions"]) == 2
+            for text in texts:
+                assert (await post(router.url, "/retrieve_from_text", {"rid": text[0]}, key)).status == 200
+            found = await post(router.url, "/retrieve_from_text", {"texts": [*texts, texts[0] + "a" * 200]}, key)
+            assert (found.status, found.error_type) == (413, "request_too_large")
+        assert (await ask(router.url, "GET", "/sessions")).status == 401

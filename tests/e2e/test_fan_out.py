@@ -215,8 +215,7 @@ async def test_an_answer_that_is_nested_too_deep_to_be_written_is_shown_as_text(
 
 
 async def test_bad_input_is_refused_before_any_worker_is_asked(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for path, body in BAD:
         with case(path, body):
             answer = await router.ask("POST", path, JSON, body)
@@ -287,8 +286,7 @@ async def test_an_abort_by_rid_goes_only_to_the_worker_that_holds_it(stage: Stag
 
 
 async def test_every_row_needs_the_administration_key_where_one_is_set(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, api_key="data", admin_api_key="admin", fan_out=("/v1/mine",))
+    worker, router = await stage.worker_and_router(api_key="data", admin_api_key="admin", fan_out=("/v1/mine",))
     for method, path in [*ROWS, ("POST", "/v1/mine")]:
         body = orjson.dumps(BODIES.get(path, {}))
         for headers in ([], [("Authorization", "Bearer data")]):
@@ -299,9 +297,6 @@ async def test_every_row_needs_the_administration_key_where_one_is_set(stage: St
             continue
         assert (await router.ask(method, path, [*JSON, ("Authorization", "Bearer admin")], body)).status == 200, path
         assert b"admin" not in worker.requests.pop().head
-
-
-# States
 
 
 # What all engines say about themselves

@@ -1,20 +1,22 @@
-"""What the router knows of its fleet and tells: the gate, and which weights each worker has."""
+"""What the router knows of its fleet and tells: the gate, and which weights each worker has, named or not."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from typing import Any
 
-import orjson
 import pytest
 
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import info, post, simulated
+from tests.support.http import RawReply
 from tests.support.metrics import metric
+from tests.support.resuming import answer, length, streamed, told
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, ScriptedWorker, Visit, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import CLOSE, ScriptedWorker, Visit, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
@@ -163,7 +165,7 @@ async def test_what_a_worker_says_late_of_its_weights_does_not_undo_an_update(st
 async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: Stage) -> None:
     router = await stage.router(await stage.worker())
 
-    async def told() -> list[float]:
+    async def metrics() -> list[float]:
         labels: list[dict[str, str]] = [{"reason": "paused"}, {"reason": "asleep"}]
         closed = [await metric(router, "miles_router_gate_closed", **each) for each in labels]
         return [
@@ -174,17 +176,17 @@ async def test_the_gate_says_since_when_by_which_mode_and_how_many_wait(stage: S
 
     opened: dict[str, Any] = {"closed": False, "mode": None, "paused_since": None, "asleep_since": None}
     opened |= {"workers_paused_since": None, "queued": 0}
-    assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 0}, [0, 0, 0, 0])
+    assert ((await info(router))["gate"], await metrics()) == ({**opened, "held": 0, "pauses": 0}, [0, 0, 0, 0])
     await post(router, "/pause_generation", mode="retract")
     waiting = asyncio.ensure_future(post(router, "/generate", text="Hi"))
     await until(lambda: router.app.router.gate.held, "it waits")
     gate = (await info(router))["gate"]
     assert time.time() - 60 < gate["paused_since"] <= time.time()
     shown = {**opened, "closed": True, "mode": "retract", "paused_since": gate["paused_since"], "held": 1, "pauses": 1}
-    assert (gate, await told()) == (shown, [1, 0, 1, 1])
+    assert (gate, await metrics()) == (shown, [1, 0, 1, 1])
     await post(router, "/continue_generation")
     assert (await waiting).status == 200
-    assert ((await info(router))["gate"], await told()) == ({**opened, "held": 0, "pauses": 1}, [0, 0, 0, 1])
+    assert ((await info(router))["gate"], await metrics()) == ({**opened, "held": 0, "pauses": 1}, [0, 0, 0, 1])
 
 
 async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(stage: Stage) -> None:
@@ -202,20 +204,8 @@ async def test_a_pause_that_some_refuse_is_taken_back_and_nobody_stays_paused(st
         assert reply.status == 200
 
 
-async def test_a_worker_that_cannot_be_continued_takes_no_traffic_and_says_why(stage: Stage) -> None:
-    one, two = await stage.worker(), await stage.worker()
-    router = await stage.router(one, two)
-    await post(router, "/pause_generation")
-    two.next(script(reply(b"", 500)))
-    assert (await post(router, "/continue_generation")).status == 502
-    assert await shown(router, "state") == {one.url: "ready", two.url: "paused"}
-    assert (await shown(router, "reason"))[two.url] == "could not be continued"
-    assert not (await info(router))["gate"]["closed"]
-
-
 async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    router = await stage.router(await stage.worker())
     await post(router, "/release_memory_occupation")
     assert await metric(router, "miles_router_gate_closed", reason="asleep") == 1
     for tags, asleep in ((["weights"], True), (["kv_cache", "cuda_graph"], False)):
@@ -229,8 +219,7 @@ async def test_asleep_is_shown_and_held_until_every_released_part_is_back(stage:
 
 
 async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobody(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for path, asleep in (("/release_memory_occupation", False), ("/resume_memory_occupation", True)):
         worker.next(script(reply(b"", 500)))
         assert (await post(router, path)).status == 502
@@ -238,37 +227,7 @@ async def test_sleep_that_nobody_took_is_none_and_a_wake_that_failed_wakes_nobod
         await post(router, "/release_memory_occupation")
 
 
-# Carried on, where a simulated worker has no such case
-
-
-def whole(ids: list[int], prompt: int) -> bytes:
-    finish = {"type": "length", "length": len(ids)}
-    meta = {"id": "n", "prompt_tokens": prompt, "completion_tokens": len(ids), "finish_reason": finish}
-    return orjson.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": meta})
-
-
 # A lost worker
-
-
-def beginning(ids: list[int], finish: object = None, *, prompt: int = 2) -> bytes:
-    meta = {"id": "s", "prompt_tokens": prompt, "completion_tokens": len(ids), "finish_reason": finish}
-    return b"data: %b\n\n" % orjson.dumps({"text": "x" * len(ids), "output_ids": ids, "meta_info": meta})
-
-
-EVENTS = chunked_head([("Content-Type", "text/event-stream")])
-
-
-async def an_x_for_each_token(visit: Visit) -> None:
-    ids = orjson.loads(await visit.read_body())["tokens"]
-    await visit.write(reply(orjson.dumps({"text": ["x" * len(each) for each in ids]})))
-
-
-async def spelling_worker(stage: Stage) -> ScriptedWorker:
-    """One whose text is an x for each token, and that says so."""
-    worker = await stage.worker()
-    worker.standing["/v1/detokenize"] = an_x_for_each_token
-    worker.standing["/server_info"] = script(reply(b'{"incremental_streaming_output": false}'))
-    return worker
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -277,12 +236,78 @@ async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
     stage: Stage, stream: bool, deaths: int, status: int
 ) -> None:
     """Before a reply has begun nothing is lost, as long as `max_retries` is not used up."""
-    worker = await spelling_worker(stage)
-    router = await stage.router(worker, resume_on_worker_loss=True, max_retries=2)
+    worker, router = await stage.worker_and_router(resume_on_worker_loss=True, max_retries=2)
     worker.next(*[script(CLOSE)] * deaths)
-    last = beginning([9], {"type": "length", "length": 1})
-    streamed = script(EVENTS, chunk(last), chunk(b"data: [DONE]\n\n"), chunk(b""))
-    worker.always(streamed if stream else script(reply(whole([9], prompt=2))))
-    answer = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
-    assert answer.status == status
+    last = answer([9], length(1))
+    worker.always(streamed(last) if stream else told(last))
+    came = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
+    assert came.status == status
     assert len(worker.requests) <= 4  # the first may have met a connection that was no longer good
+
+
+DISK, TENSOR, NAME = "/update_weights_from_disk", "/update_weights_from_tensor", "/update_weight_version"
+DONE, REFUSED = script(reply(b'{"success": true}')), script(reply(b'{"success": false}', 400))
+SAME_SETTINGS: dict[str, Any] = {"fan_out": (TENSOR,), "health_check_interval": 0.05}
+
+
+async def scripted(stage: Stage, path: str, behaviour: Any = DONE) -> ScriptedWorker:
+    """A worker that names version "1", whatever its weights are."""
+    worker = await stage.worker()
+    worker.standing.update({path: behaviour, NAME: DONE})
+    return worker
+
+
+async def update(router: RunningRouter, path: str, **fields: Any) -> RawReply:
+    return await router.ask("POST", path, [("Content-Type", "application/json")], json.dumps(fields).encode())
+
+
+def states(router: RunningRouter) -> dict[str, str]:
+    return {worker.url: worker.state.value for worker in router.pool}
+
+
+@pytest.mark.parametrize("path", [DISK, TENSOR])
+async def test_a_worker_that_refused_an_unnamed_update_is_outdated(
+    stage: Stage, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    good, bad = await scripted(stage, path), await scripted(stage, path, REFUSED)
+    router = await stage.router(good, bad, **SAME_SETTINGS)
+    await router.probed()
+    assert (await update(router, path, model_path="/new")).status == 502
+    assert states(router) == {good.url: "ready", bad.url: "outdated"}
+    assert router.pool.weight_version is None
+    (said,) = [each.__dict__["fields"] for each in caplog.records if each.message == "weights_without_version"]
+    assert said["missed_by"] == [bad.url]
+    for _ in range(6):
+        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
+    assert (len(good.requests), bad.requests) == (6, [])
+    await router.probed()
+    assert states(router)[bad.url] == "outdated", "its version string says nothing"
+    bad.standing[path] = DONE
+    assert (await update(router, path, model_path="/new")).status == 200
+    assert states(router) == {good.url: "ready", bad.url: "ready"}
+
+
+async def test_a_newcomer_behind_an_unnamed_update_waits_for_one(stage: Stage) -> None:
+    first, newcomer = await scripted(stage, DISK), await scripted(stage, DISK)
+    router = await stage.router(first, **SAME_SETTINGS)
+    await router.probed()
+    assert (await update(router, DISK, model_path="/new")).status == 200
+    assert (await router.ask("POST", f"/add_worker?url={newcomer.url}")).status == 200
+    assert states(router) == {first.url: "ready", newcomer.url: "outdated"}
+    for _ in range(4):
+        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
+    assert newcomer.requests == []
+    assert (await update(router, DISK, model_path="/newer")).status == 200
+    assert states(router) == {first.url: "ready", newcomer.url: "ready"}
+
+
+async def test_a_name_alone_does_not_bring_back_who_missed_an_update(stage: Stage) -> None:
+    good, bad = await scripted(stage, DISK), await scripted(stage, DISK, REFUSED)
+    router = await stage.router(good, bad)  # whose checks are far between: nobody looks until the name was told
+    await until(lambda: router.pool.weight_version == "1", "both have said their version")
+    await update(router, DISK, model_path="/new")
+    for worker in (good, bad):
+        worker.model_info = script(reply(b'{"model_path": "scripted", "weight_version": "2"}'))
+    assert (await update(router, NAME, new_version="2")).status == 200
+    assert router.pool.weight_version == "2"
+    assert states(router) == {good.url: "ready", bad.url: "outdated"}

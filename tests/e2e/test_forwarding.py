@@ -50,8 +50,7 @@ QUERIES = [
 
 async def pair(stage: Stage, **settings: object) -> tuple[ScriptedWorker, RunningRouter, Client]:
     """A worker, a router in front of it, a client of that."""
-    worker = await stage.worker()
-    router = await stage.router(worker, **settings)
+    worker, router = await stage.worker_and_router(**settings)
     return worker, router, await stage.client(router)
 
 

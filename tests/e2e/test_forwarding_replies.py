@@ -183,8 +183,7 @@ async def test_both_sides_keep_their_connections(stage: Stage) -> None:
 
 
 async def test_concurrent_requests_never_share_a_connection(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     gate = asyncio.Event()
     worker.always(script(gate, reply()))
     clients = [await stage.client(router) for _ in range(10)]
@@ -224,8 +223,7 @@ BAD = {
 
 
 async def test_what_is_no_request_is_refused_and_the_connection_ends(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for data in REFUSED.values():
         with case(data):
             client = await stage.client(router)

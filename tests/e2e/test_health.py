@@ -134,9 +134,6 @@ async def test_probes_get_through_while_all_connections_are_taken_by_requests(st
         client.abort()
 
 
-# Paused
-
-
 # Readmission
 
 
@@ -164,18 +161,6 @@ async def test_recovery_readmits_by_policy(stage: Stage, readmit: str, version: 
         assert record.state is WorkerState.QUARANTINED
 
 
-async def test_a_worker_kept_out_for_its_weights_returns_with_the_right_ones(stage: Stage) -> None:
-    worker, fleet = await stage.worker(), await stage.worker()
-    router = await router_of(stage, worker, fleet)
-    worker.kill()
-    record = await state(router, worker, WorkerState.QUARANTINED)
-    worker.model_info = model_info("0")
-    await worker.listen()
-    await until(lambda: "'0'" in record.reason and "'1'" in record.reason, "the reason names both versions")
-    worker.model_info = model_info("1")
-    await state(router, worker, WorkerState.READY)
-
-
 async def test_the_fleets_version_moves_on_while_a_worker_is_away(stage: Stage) -> None:
     worker, fleet = await stage.worker(), await stage.worker()
     router = await router_of(stage, worker, fleet)
@@ -201,9 +186,6 @@ async def test_a_worker_that_only_passes_the_cheap_check_stays_out(stage: Stage)
     assert record.state is WorkerState.QUARANTINED
     worker.health = script(reply(b""))
     await state(router, worker, WorkerState.READY)
-
-
-# What is said about it
 
 
 # Workers that the configuration names take requests once they have answered

@@ -1,4 +1,5 @@
-"""The middleware contract over real sockets: what a class may rely on, seen from both ends of the wire."""
+"""The middleware contract over real sockets: what a class may rely on, seen from both ends of the wire, and
+from `miles_router.check.stage`, on which its author drives it."""
 
 from __future__ import annotations
 
@@ -7,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from miles_router.check import stage
+from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import CutReply
 from tests.support.metrics import metrics, total
+from tests.support.plugins.working import Tagging
 from tests.support.scripted_worker import CLOSE, reply, script
 from tests.support.stage import Stage, staged
 
@@ -38,8 +42,7 @@ async def test_the_first_listed_is_outermost_and_gets_its_options(stage: Stage) 
 
 
 async def test_a_class_answers_its_own_route_and_leaves_the_rest_to_the_workers(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=stack(("Tagging", {"tag": "t", "times": 3})))
+    worker, router = await stage.worker_and_router(middlewares=stack(("Tagging", {"tag": "t", "times": 3})))
     assert (await router.ask("GET", "/tagging/x")).json() == {"tag": "ttt", "name": "x"}
     refused = await router.ask("POST", "/tagging/x")
     assert (refused.status, refused.error_type) == (405, "invalid_request")
@@ -66,8 +69,7 @@ async def test_lifespans_are_entered_outermost_first_and_left_in_reverse() -> No
 
 @pytest.mark.alone("it looks inside")
 async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=stack("Legacy"), hf_checkpoint="/models/some")
+    worker, router = await stage.worker_and_router(middlewares=stack("Legacy"), hf_checkpoint="/models/some")
     answer = await router.ask("POST", "/generate", body=b'{"text": "x"}')
     assert answer.value("x-legacy") == b"13 bytes"
     assert worker.requests[0].body == b'{"text": "x"}'
@@ -76,8 +78,7 @@ async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stag
 
 
 async def test_a_rewritten_body_reaches_the_worker_once_with_its_length(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=stack("Rewriting", "Reading"))
+    worker, router = await stage.worker_and_router(middlewares=stack("Rewriting", "Reading"))
     await router.ask("POST", "/generate", body=b'{"text": "a"}')
     (seen,) = worker.requests
     assert json.loads(seen.body) == {"text": "a", "return_logprob": True}
@@ -145,3 +146,23 @@ async def test_a_reply_that_it_began_and_did_not_end_is_broken_off(stage: Stage)
         await router.ask("POST", "/generate", body=b"{}")
     assert cut.value.reply.status == 200
     await stage.provoked("internal_error")
+
+
+async def test_a_middleware_is_driven_on_generate_chat_and_streams() -> None:
+    async with stage(Tagging, tag="here") as at:
+        whole = await at.generate("Hello")
+        assert (whole.status, whole.json()["meta_info"]["completion_tokens"]) == (200, 8)
+        streamed = await at.generate("Hello", stream=True, sampling_params={"max_new_tokens": 3})
+        assert [event["meta_info"]["completion_tokens"] for event in streamed.events()][-1] == 3
+        assert (await at.chat()).json()["choices"][0]["message"]["role"] == "assistant"
+        assert (await at.chat(stream=True)).events()[0]["object"] == "chat.completion.chunk"
+        assert {reply.headers["x-tag"] for reply in (whole, streamed)} == {"here"}
+        assert [exchange.json().get("text") for exchange in at.worker.log.at("/generate")] == ["Hello"] * 2
+        assert (await at.ask("GET", "/router/info")).json()["in_flight"] == 0
+
+
+async def test_a_class_that_cannot_be_loaded_or_an_option_that_does_not_fit_says_so() -> None:
+    with pytest.raises(ConfigError, match="no module"):
+        await stage("no.such.Class").__aenter__()
+    with pytest.raises(ConfigError, match="did you mean 'tag'"):
+        await stage(Tagging, tga="x").__aenter__()

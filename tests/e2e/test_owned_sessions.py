@@ -298,4 +298,8 @@ async def test_rows_are_delivered_from_whichever_process_holds_them(stage: Stage
             for trial in trials:
                 for asked in ({"rid": generation.rid}, {"text": f"Question {prompt}: {answer['text']}"}):
                     assert np.array_equal(await trial.rows(**asked), wanted)
-        assert (await trials[0].refused(rid="nobody's"))[:2] == (404, "not_found")
+        await trials[0].generate(text="Another: ", rid="gap", return_routed_experts=True, routed_experts_start_len=4)
+        for trial in trials:
+            assert (await trial.refused(rid="nobody's"))[:2] == (404, "not_found")
+            status, _, message = await trial.refused(rid="gap")
+            assert (status, "0 to 3" in message) == (404, True), "each says what the one that knows it says"

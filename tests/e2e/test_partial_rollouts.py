@@ -22,6 +22,7 @@ from tests.support.resuming import (
     a_stream,
     answer,
     engine,
+    engine_and_router,
     event,
     events,
     generate,
@@ -54,8 +55,7 @@ async def test_what_workers_assume_counts_where_the_request_is_silent(stage: Sta
 
 
 async def test_the_clients_key_goes_with_every_question(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     key = ("Authorization", "Bearer mine")
     generating = await pause(router, one, one_piece(answer([5], ABORT)), lambda: generate(router, key, text="Hi"))
     one.goes.append(told(answer([6], length(1), prompt=3)))
@@ -68,8 +68,7 @@ async def test_the_clients_key_goes_with_every_question(stage: Stage) -> None:
 
 @pytest.mark.alone("each process asks engines for itself")
 async def test_a_cut_at_the_token_that_the_model_ends_with_is_its_end(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     for _ in range(2):
         generating = await pause(router, one, one_piece(answer([5, EOS], ABORT)), lambda: generate(router))
         came = (await going_on(router, generating)).json()
@@ -80,8 +79,7 @@ async def test_a_cut_at_the_token_that_the_model_ends_with_is_its_end(stage: Sta
 
 
 async def test_what_ends_a_grammar_does_not_end_the_model(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     one.goes.append(told(answer([6, 7], {"type": "stop", "matched": 7})))
     await generate(router, sampling_params={"regex": "xx"})
     generating = await pause(router, one, one_piece(answer([5, 7], ABORT)), lambda: generate(router))
@@ -103,8 +101,7 @@ async def test_tokens_that_came_with_the_end_and_behind_it_are_dropped(
     stage: Stage, sampling: dict[str, Any], ids: list[int], text: str, finish: object
 ) -> None:
     """An engine that guesses ahead adds several at once, and looks for an abort before it looks for an end."""
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     first = answer([5, 6, 7, 8], ABORT, output_token_logprobs=[[-1.0, token, None] for token in (5, 6, 7, 8)])
     generating = await pause(router, one, one_piece(first), lambda: generate(router, sampling_params=sampling))
     came = (await going_on(router, generating)).json()
@@ -118,8 +115,7 @@ async def test_tokens_that_came_with_the_end_and_behind_it_are_dropped(
 async def test_a_question_that_a_pause_cuts_is_asked_again(stage: Stage, aborted: dict[str, Any]) -> None:
     """A stream that is stopped across the cut has not brought its experts: a worker is asked for them, as its adapter
     routes."""
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     cut = a_stream(answer([5], ABORT, routed_experts="AAAA"))
     wanted: dict[str, Any] = {"return_routed_experts": True, "sampling_params": {"stop": "xx"}, "lora_path": "one"}
     asking = lambda: generate(router, stream=True, **wanted)  # noqa: E731
@@ -161,8 +157,7 @@ REFUSED_STREAMS: dict[str, Behaviour] = {
 
 
 async def test_what_no_worker_carries_on_is_returned_as_the_engine_gave_it(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     for returned, (name, refusal) in enumerate(REFUSALS.items(), 1):
         with case(name):
             generating = await pause(router, one, one_piece(answer([5], ABORT)), lambda: generate(router))
@@ -172,8 +167,7 @@ async def test_what_no_worker_carries_on_is_returned_as_the_engine_gave_it(stage
 
 
 async def test_so_is_a_stream(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     for name, refusal in REFUSED_STREAMS.items():
         with case(name):
             cut = a_stream(answer([5]), answer([5, 6], ABORT))
@@ -206,8 +200,7 @@ PLAIN = [b"data: %b\n\n" % orjson.dumps(answer([5, 6][:n], None if n < 2 else le
 
 
 async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume", resume_on_worker_loss=True)
+    one, router = await engine_and_router(stage, partial_rollout="resume", resume_on_worker_loss=True)
     for body, piece in itertools.product(
         [
             b"".join([*PLAIN, DONE]),
@@ -234,8 +227,7 @@ async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage) -> N
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_an_abort_in_a_pause_that_cuts_nothing_is_somebodys_wish(stage: Stage, mode: str) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     aborted = asyncio.Event()
     one.goes.append(one_piece(answer([5], ABORT))(aborted))
     generating = generate(router)

@@ -8,8 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
-from tests.support.fleet import JSON, asked, by_path
-from tests.support.http import ask
+from tests.support.fleet import asked, by_path
 from tests.support.processes import processes
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_router import refuses
@@ -132,17 +131,6 @@ async def test_old_and_new_weights_share_no_cache_whichever_process_sends() -> N
         assert set(keys[:MANY]) == {None}
         assert len(set(keys[MANY:])) == 1, "all processes name the new cache alike"
         assert keys[-1] is not None
-
-
-async def test_a_key_s_requests_go_to_one_worker_whichever_process_sends_them(stage: Stage) -> None:
-    first, second = await stage.worker(), await stage.worker()
-    async with processes([first, second]) as router:
-        for key in ("a", "b", "c"):
-            before = generations(first), generations(second)
-            for _ in range(MANY):
-                await ask(router.url, "POST", "/generate", [*JSON, ("X-SMG-Routing-Key", key)], b'{"text": "Hi"}')
-            grown = generations(first) - before[0], generations(second) - before[1]
-            assert sorted(grown) == [0, MANY]
 
 
 async def test_sigterm_lets_requests_of_all_processes_finish_and_exits_0(stage: Stage) -> None:

@@ -19,7 +19,7 @@ from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.tiny_tokenizer import build
-from miles_router.testing.worker.model.moe import MoeShape, encode_routes
+from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.brake import Brake
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.cuts import cut, lose
@@ -30,10 +30,8 @@ from tests.support.experts_trial import (
     MOE,
     SHAPE,
     SHORT,
-    WIDTH,
     ExpertsTrial,
     all_kept,
-    array_of,
     compact,
     episode,
     event_of,
@@ -72,12 +70,6 @@ def trial(shared: ExpertsTrial) -> ExpertsTrial:
     """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its proxy."""
     shared.worker.log.clear()
     return shared
-
-
-@pytest.fixture
-async def cached(stage: Stage) -> AsyncIterator[ExpertsTrial]:
-    async with simulated_experts(stage, around=(CACHE,)) as made:
-        yield made
 
 
 # Shapes of requests
@@ -131,29 +123,6 @@ async def test_what_generates_nothing_passes_as_it_is(trial: ExpertsTrial) -> No
             {"return_routed_experts"},
             set(),
         ]
-
-
-# What is held is not asked for again
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_that_goes_on_is_asked_for_its_new_rows_alone(cached: ExpertsTrial, stream: bool) -> None:
-    text = "Question: one?"
-    held = 0
-    for turn in range(4):
-        answer = await cached.post("/generate", {"text": text, "sampling_params": SHORT, "stream": stream})
-        said = events(answer.body)[-1]["text"] if stream else answer.json()["text"]
-        generation = cached.generations("/generate")[-1]
-        assert cached.starts("/generate")[-1] == held, "all rows of the turn before, its last token has none"
-        held = len(tokens_of(generation)) - 1
-        delivered = await cached.deliver(text=text + said)
-        assert np.array_equal(array_of(delivered), truth(tokens_of(generation)))
-        assert delivered.value("x-rid") == generation.rid.encode()
-        text += f"{said}\nand {turn}?"
-    await all_kept(cached)
-    assert cached.held["transferred_rows"] == held, "each came once"
-    assert cached.held["bytes"] == held * WIDTH, "and is held once"
-    assert cached.held["reused_rows"] == sum(cached.starts("/generate"))
 
 
 # Clients that ask for rows themselves
@@ -313,25 +282,6 @@ async def test_options_that_make_no_sense_stop_the_start(stage: Stage) -> None:
             await experts_trial(stage, options=options)
 
 
-@pytest.mark.parametrize("moe", [MOE, MoeShape(4, 64, 8), MoeShape(7, 300, 3)], ids=str)
-async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: MoeShape) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,), moe=moe, options={}) as trial:
-        for rid, ids in (("short", [40]), ("long", [40, 41, 42])):
-            await trial.generate(input_ids=ids, rid=rid)
-            want = truth(tokens_of(trial.worker.log.generation(rid)), moe=moe)
-            assert np.array_equal(await trial.rows(rid=rid), want.reshape(len(want), -1))
-            spelled = (await trial.deliver(rid=rid, format="json")).json()
-            assert spelled["shape"] == [len(want), moe.layers * moe.top_k]
-            assert spelled["routed_experts"] == encode_routes(want)
-        session = await trial.create()
-        await trial.chat(session, HI)
-        (sample,) = await trial.samples(session)
-        want = truth(sample["tokens"], moe=moe)
-        assert "moe_shape" in sample["metadata"]["routed_experts_missing"], "what is trained on has its dimensions"
-        assert np.array_equal(await trial.rows(session_id=session), want.reshape(len(want), -1))
-        assert trial.held["shape"] is None
-
-
 TOLD: list[dict[str, Any]] = [
     {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 40},
     {"num_hidden_layers": 3, "num_experts_per_tok": 2, "n_routed_experts": 40},
@@ -360,22 +310,6 @@ async def test_what_the_operator_says_goes_before_the_checkpoint(stage: Stage, t
 
 
 # Sessions
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-async def test_each_row_of_an_episode_comes_once(stage: Stage, incremental: bool) -> None:
-    async with simulated_experts(stage, around=(SESSIONS,), incremental_streaming_output=incremental) as trial:
-        session = await trial.create()
-        await episode(trial, session, 8)
-        (sample,) = await trial.exact(session)
-        ends = [len(tokens_of(each)) - 1 for each in trial.generations(CHAT)]
-        assert trial.starts(CHAT) == [0, *ends[:-1]]
-        assert len(sample["tokens"]) - 1 == ends[-1]
-        assert trial.held["transferred_rows"] == ends[-1]
-        assert trial.held["bytes"] == ends[-1] * WIDTH
-        assert [each["routed_experts"] for each in await trial.records(session)] == [{"rows": end} for end in ends]
-        found = await trial.rows(session_id=session)
-        assert np.array_equal(found, experts_of(sample))
 
 
 async def test_completions_in_a_session_have_their_rows(trial: ExpertsTrial) -> None:

@@ -53,7 +53,7 @@ pytestmark = pytest.mark.sglang
 CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware", {})
 SESSIONS = MiddlewareSpec("middleware_hub.openai_session_middleware.OpenAISessionMiddleware", {})
 FIRST_VERSION = "default"  # of the real workers
-ROLLOUTS, RESUMED, GREEDY_ROLLOUTS, AGENTS = size(heavy=(16, 12, 2, 12), otherwise=(8, 8, 1, 5))
+ROLLOUTS, RESUMED, AGENTS = size(heavy=(16, 12, 12), otherwise=(8, 8, 5))
 EVERY = 5 * RESUMED  # streamed tokens between two weight updates
 
 

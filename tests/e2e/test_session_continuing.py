@@ -198,7 +198,6 @@ async def test_an_equality_that_is_none_stops_the_start(stage: Stage) -> None:
 
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 BRIEF = [SYSTEM, user("Hi")]
-SAME = [("X-Turn-Id", "t1")]
 
 
 @pytest.fixture
@@ -282,20 +281,6 @@ async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTria
 
 
 # Turn ids
-
-
-async def test_a_turn_that_is_repeated_gets_the_answer_of_before(trial: SessionTrial) -> None:
-    session = await trial.create()
-    first = await trial.turn(session, BRIEF, SAME)
-    second = await trial.turn(session, BRIEF, SAME)
-    assert first.status == second.status == 200
-    assert first.body == second.body
-    assert first.value("content-type") == second.value("content-type")
-    assert first.value("x-request-id") != second.value("x-request-id")
-    assert len(trial.log) == len(await trial.records(session)) == 1
-    assert (await trial.records(session))[0]["turn_id"] == "t1"
-    assert (await trial.turn(session, BRIEF, [("X-Turn-Id", "t2")])).body != first.body
-    assert len(await trial.records(session)) == 2
 
 
 async def _all(asking: list[Any]) -> list[RawReply]:

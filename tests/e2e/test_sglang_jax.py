@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,25 +87,14 @@ async def client(stage: Stage, engines: Engines) -> AsyncIterator[Client]:
 
 
 async def test_every_shape_has_the_ids_that_were_sampled_and_their_logprobs(client: Client) -> None:
-    ask = functools.partial(client.generate, sampling_params=SHORT, return_logprob=True)
-    one = await ask(input_ids=PROMPT)
-    assert len(await client.is_true(PROMPT, one)) == 6
+    one, events = await client.shapes_are_true()
     assert "output_top_logprobs" not in one["meta_info"], "nobody asked for them"
-    for prompt, answer in zip([PROMPT, [45]], await ask(input_ids=[PROMPT, [45]]), strict=True):
-        await client.is_true(prompt, answer)
+    assert [len(event["output_ids"]) for event in events] == [*range(1, 7)]
+    ask = functools.partial(client.generate, return_logprob=True)
     several = await ask(input_ids=PROMPT, sampling_params={**SHORT, "n": 3})
     assert [len(await client.is_true(PROMPT, answer)) for answer in several] == [6, 6, 6]
-    assert len(await ask(text=["One", "One two"])) == 2
-    events = await client.events("/generate", input_ids=PROMPT, sampling_params=SHORT, return_logprob=True)
-    assert [len(event["output_ids"]) for event in events] == [*range(1, 7)]
-    await client.is_true(PROMPT, events[-1])
-    listed = await client.events("/generate", input_ids=[PROMPT, [45]], sampling_params=SHORT, return_logprob=True)
-    for index, prompt in enumerate([PROMPT, [45]]):
-        await client.is_true(prompt, [event for event in listed if event["index"] == index][-1])
-    await client.is_true(PROMPT, await ask(input_tokens=PROMPT))
-    await client.is_true(PROMPT, (await ask(input_ids=[PROMPT]))[0])
-    none = await client.generate(input_ids=PROMPT, sampling_params={**SHORT, "max_new_tokens": 0})
-    assert (none["output_ids"], none["text"], none["meta_info"]["completion_tokens"]) == ([], "", 0)
+    await client.is_true(PROMPT, await ask(input_tokens=PROMPT, sampling_params=SHORT))
+    await client.is_true(PROMPT, (await ask(input_ids=[PROMPT], sampling_params=SHORT))[0])
 
 
 async def test_the_token_that_stops_is_among_the_ids(client: Client) -> None:
@@ -161,11 +149,7 @@ async def test_a_name_that_is_used_twice_is_its_clients_alone(client: Client, en
 
 
 async def test_an_abort_by_its_clients_name_ends_it(client: Client) -> None:
-    request = {"input_ids": PROMPT, "sampling_params": {**LONG, "max_new_tokens": 900}, "rid": "mine"}
-    async with client.stream("/generate", **request, return_logprob=True) as stream:
-        last = await client.cut_off(stream, "mine", lambda event: len(event["output_ids"]) >= 3)
-    assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 3 <= len(await client.is_true(PROMPT, last)) < 900
+    await client.is_aborted_by_its_name()
 
 
 # Pauses
@@ -211,29 +195,14 @@ async def test_a_pause_in_each_mode_ends_and_everything_is_finished(
 
 async def test_five_turns_of_text_are_exact_with_the_rows_of_every_position(stage: Stage, engines: Engines) -> None:
     async with layered(stage, engines, CACHE, EXPERTS) as client:
-        text, sampled = "Question: one?", 0
-        for turn in range(5):
-            request = {"text": text, "sampling_params": SHORT, "rid": f"turn {turn}"}
-            answer = (await client.events("/generate", **request))[-1] if turn % 2 else await client.generate(**request)
+        async for answer, found in client.turns_of_text():
             assert not {"output_token_logprobs", "routed_experts"} & answer["meta_info"].keys(), "nobody asked"
-            sampled += len(answer["output_ids"])
-            found = await client.post("/retrieve_from_text", rid=f"turn {turn}")
-            tokens, mask, logprobs = found["tokens"], found["loss_mask"], found["rollout_logp"]
-            halved = (
-                "\N{REPLACEMENT CHARACTER}" in text
-            )  # by the end of an answer: its tokens are not to be known again
-            assert sum(mask) == sampled or halved, "what was sampled before is sampled still"
-            assert tokens[-6:] == answer["output_ids"]
-            again = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0}}
-            whole = await client.generate(**again, return_logprob=True, logprob_start_len=0, return_routed_experts=True)
-            scored = whole["meta_info"]["input_token_logprobs"]
-            for own, mine, (score, token, _) in zip(logprobs, mask, scored, strict=True):
-                assert not mine or math.isclose(own, score, abs_tol=1e-3), (own, score, token)
-            delivered = await client.ask("POST", "/routed_experts", {"rid": f"turn {turn}", "format": "json"})
+            known = found["tokens"], found["loss_mask"], found["rollout_logp"]
+            scored = await client.is_scored(*known, return_routed_experts=True)
+            delivered = await client.ask("POST", "/routed_experts", {"rid": found["rid"], "format": "json"})
             assert delivered.status == 200, delivered.body
-            assert delivered.json["shape"] == [len(tokens) - 1, MOE.layers, MOE.top_k]
-            assert delivered.json["routed_experts"] == whole["meta_info"]["routed_experts"]
-            text += f"{answer['text']}\nand {turn}?"
+            assert delivered.json["shape"] == [len(found["tokens"]) - 1, MOE.layers, MOE.top_k]
+            assert delivered.json["routed_experts"] == scored["routed_experts"]
 
 
 @contextlib.asynccontextmanager

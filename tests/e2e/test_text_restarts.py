@@ -23,9 +23,9 @@ from miles_router.testing import SimulatedWorker
 from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, array_of, truth
-from tests.support.http import RawReply
+from tests.support.http import RawReply, whole_or_cut
 from tests.support.restarts import StateDirectories
-from tests.support.waiting import soon, until
+from tests.support.waiting import until
 
 
 class Restarts(StateDirectories):
@@ -143,38 +143,20 @@ async def test_only_what_a_text_may_find_is_read(restarts: Restarts) -> None:
             assert after.statistics()["entries"] == 2
 
 
-@contextlib.asynccontextmanager
-async def _stream(trial: Trial) -> AsyncIterator[asyncio.StreamReader]:
-    host, port = trial.router.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    body = b'{"text": "streamed", "stream": true, "sampling_params": {"max_new_tokens": 6, "ignore_eos": true}}'
-    head = "POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    try:
-        yield reader
-    finally:
-        writer.close()
-
-
 async def test_a_full_disk_refuses_an_answer_by_name_and_loses_nothing(restarts: Restarts) -> None:
     async with restarts.started() as before:
         first = await before.generate(text="Question: one?")
-        refused = await _refusing(before, lambda: before.post("/generate", {"text": "two", "sampling_params": SHORT}))
+        asked = {"text": "two", "sampling_params": SHORT}
+        refused = await _refusing(before, lambda: before.post("/generate", asked))
         assert (refused.status, refused.json()["error"]["type"]) == (507, "state_failed")
-        cut = await _refusing(before, lambda: _read_stream(before))
-        assert b'"finish_reason":null' in cut
-        assert b'"finish_reason":{' not in cut
+        cut = await _refusing(before, lambda: whole_or_cut(before.post("/generate", {**asked, "stream": True})))
+        assert b'"finish_reason":null' in cut.body
+        assert b'"finish_reason":{' not in cut.body
         known = await told(before, [{"rid": first["meta_info"]["id"]}])
         third = await before.generate(text=f"Question: one?{first['text']}")
         async with restarts.started() as after:
             assert await told(after, [{"rid": first["meta_info"]["id"]}]) == known
             await after.retrieve(rid=third["meta_info"]["id"])
-
-
-async def _read_stream(trial: Trial) -> bytes:
-    async with _stream(trial) as reader:
-        return await soon(reader.read())
 
 
 async def _refusing(trial: Trial, ask: Callable[[], Any]) -> Any:

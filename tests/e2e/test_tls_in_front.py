@@ -107,8 +107,7 @@ class _Here(aiohttp.abc.AbstractResolver):
 
 @needs_nginx
 async def test_paths_bodies_and_streams_pass_nginx_as_they_are(stage: Stage, tmp_path: Path) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, api_key="data", admin_api_key="admin", max_request_bytes=1 << 19)
+    worker, router = await stage.worker_and_router(api_key="data", admin_api_key="admin", max_request_bytes=1 << 19)
     seen = asyncio.Event()
     stream = script(chunked_head(), chunk(b"data: 1\n\n"), seen, chunk(b"data: 2\n\n"), LAST_CHUNK)
     async with in_front(router, tmp_path) as (client, url):

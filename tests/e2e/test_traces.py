@@ -66,8 +66,7 @@ def parents(worker: ScriptedWorker) -> list[tuple[str, str, bool]]:
 
 
 async def test_a_request_without_a_session_is_a_trace_of_its_own(stage: Stage, collector: Collector) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
+    worker, router = await stage.worker_and_router(**ON)
     for _ in range(2):
         assert (await generate(router, ("X-Request-Id", "mine"))).status == 200
     first, second = await collector.come("turn", 2)
@@ -86,8 +85,7 @@ async def test_a_request_without_a_session_is_a_trace_of_its_own(stage: Stage, c
 
 
 async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, collector: Collector) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
+    worker, router = await stage.worker_and_router(**ON)
     await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-01"), ("tracestate", "a=1"), ("X-Session-Id", "s"))
     (turn,) = await collector.come("turn", 1)
     assert (turn.trace, turn.parent, turn.flags & REMOTE) == (TRACE, SPAN, REMOTE)
@@ -96,8 +94,7 @@ async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, coll
 
 
 async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collector) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
+    worker, router = await stage.worker_and_router(**ON)
     short, upper = f"00-{TRACE}-{SPAN}", f"00-{TRACE.upper()}-{SPAN}-01"
     odd = [[short], [f"ff-{TRACE}-{SPAN}-01"], [f"{short}-01-more"], [f"00-{'0' * 32}-{SPAN}-01"], [upper]]
     odd += [[f"{short}-01"] * 2, ["x" * 4000]]
@@ -125,8 +122,7 @@ async def test_what_fails_says_why(stage: Stage, collector: Collector) -> None:
 
 
 async def test_only_what_generates_is_traced(stage: Stage, collector: Collector) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
+    worker, router = await stage.worker_and_router(**ON)
     await router.ask("GET", "/v1/models", [("traceparent", f"00-{TRACE}-{SPAN}-01")])
     await generate(router)
     await collector.come("turn", 1)
@@ -214,8 +210,7 @@ async def test_the_sampler_keeps_whole_sessions(
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
+    worker, router = await stage.worker_and_router(**ON)
     for number in range(64):
         for _ in range(2):
             await generate(router, ("X-Session-Id", f"s{number}"))
@@ -253,8 +248,7 @@ async def test_the_environment_can_switch_traces_off(
     stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    worker = await stage.worker()
-    router = await stage.router(worker, **ON)
+    worker, router = await stage.worker_and_router(**ON)
     await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-01"))
     assert told(worker, "traceparent") == [f"00-{TRACE}-{SPAN}-01".encode()]
 

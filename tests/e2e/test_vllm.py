@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,25 +95,14 @@ async def layered(stage: Stage, engines: Engines, *paths: str, **settings: Any) 
 
 
 async def test_every_shape_has_the_ids_that_were_sampled_and_their_logprobs(client: Client) -> None:
-    ask = functools.partial(client.generate, sampling_params=SHORT, return_logprob=True)
-    one = await ask(input_ids=PROMPT)
-    assert len(await client.is_true(PROMPT, one)) == 6
+    one, events = await client.shapes_are_true()
     assert one["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 6}]
-    for prompt, answer in zip([PROMPT, [45]], await ask(input_ids=[PROMPT, [45]]), strict=True):
-        await client.is_true(prompt, answer)
-    several = await ask(input_ids=[PROMPT, [45]], sampling_params={**SHORT, "n": 2})
+    assert [len(event["output_ids"]) for event in events] == sorted(len(event["output_ids"]) for event in events)
+    request: dict[str, Any] = {"input_ids": [PROMPT, [45]], "sampling_params": {**SHORT, "n": 2}}
+    several = await client.generate(**request, return_logprob=True)
     for prompt, answer in zip([PROMPT, PROMPT, [45], [45]], several, strict=True):
         assert len(await client.is_true(prompt, answer)) == 6
     assert len({each["meta_info"]["id"] for each in several}) == 4
-    assert len(await ask(text=["One", "One two"])) == 2
-    events = await client.events("/generate", input_ids=PROMPT, sampling_params=SHORT, return_logprob=True)
-    assert [len(event["output_ids"]) for event in events] == sorted(len(event["output_ids"]) for event in events)
-    assert len(await client.is_true(PROMPT, events[-1])) == 6
-    listed = await client.events("/generate", input_ids=[PROMPT, [45]], sampling_params=SHORT, return_logprob=True)
-    for index, prompt in enumerate([PROMPT, [45]]):
-        await client.is_true(prompt, [event for event in listed if event["index"] == index][-1])
-    none = await client.generate(input_ids=PROMPT, sampling_params={**SHORT, "max_new_tokens": 0})
-    assert (none["output_ids"], none["text"], none["meta_info"]["completion_tokens"]) == ([], "", 0)
 
 
 async def test_a_text_is_sampled_behind_the_ids_that_the_engine_makes_of_it(client: Client) -> None:
@@ -151,12 +139,7 @@ async def test_the_token_that_stops_is_among_the_ids_and_named(client: Client) -
 
 
 async def test_an_abort_by_its_clients_name_ends_it_with_all_that_was_sampled(client: Client) -> None:
-    request = {"input_ids": PROMPT, "sampling_params": {**LONG, "max_new_tokens": 900}, "rid": "mine"}
-    async with client.stream("/generate", **request, return_logprob=True) as stream:
-        last = await client.cut_off(stream, "mine", lambda event: len(event["output_ids"]) >= 3)
-    assert last["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 3 <= len(await client.is_true(PROMPT, last)) < 900
-    assert last["meta_info"]["id"] == "mine"
+    await client.is_aborted_by_its_name()
 
 
 # Pauses
@@ -238,18 +221,8 @@ async def test_what_a_pause_cuts_goes_on_without_its_seed(stage: Stage, engines:
 
 async def test_five_turns_of_text_are_exact(stage: Stage, engines: Engines) -> None:
     async with layered(stage, engines, CACHE) as client:
-        text, sampled = "Question: one?", 0
-        for turn in range(5):
-            request = {"text": text, "sampling_params": SHORT, "rid": f"turn {turn}"}
-            answer = (await client.events("/generate", **request))[-1] if turn % 2 else await client.generate(**request)
-            sampled += len(answer["output_ids"])
-            found = await client.post("/retrieve_from_text", rid=f"turn {turn}")
-            tokens, mask, logprobs = found["tokens"], found["loss_mask"], found["rollout_logp"]
-            halved = "\N{REPLACEMENT CHARACTER}" in text
-            assert sum(mask) == sampled or halved
-            assert tokens[-6:] == answer["output_ids"]
-            await client.is_scored(tokens, mask, logprobs)
-            text += f"{answer['text']}\nand {turn}?"
+        async for _, found in client.turns_of_text():
+            await client.is_scored(found["tokens"], found["loss_mask"], found["rollout_logp"])
 
 
 async def test_turns_of_a_session_are_exact_whole_streamed_and_cut(stage: Stage, engines: Engines) -> None:

@@ -149,8 +149,7 @@ async def test_a_workers_url_stands_for_its_id_in_a_path(stage: Stage, spelled: 
 
 
 async def test_what_lies_beneath_the_workers_is_the_routers_own(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for path, status in [
         ("a/b", 404),
         ("", 404),
@@ -233,8 +232,7 @@ async def test_info_shows_version_workers_and_settings_but_no_key(stage: Stage) 
 
 
 async def test_metrics_are_prometheus_text(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     await router.ask("POST", "/generate", body=b"{}")
     answer = await router.ask("GET", "/metrics")
     assert (answer.value("content-type") or b"").startswith(b"text/plain; version=")
@@ -246,8 +244,7 @@ async def test_metrics_are_prometheus_text(stage: Stage) -> None:
 
 
 async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for method, path in [
         *(("GET", "/add_worker"), ("GET", "/remove_worker"), ("PUT", "/workers"), ("POST", "/workers/abc")),
         *(("POST", "/list_workers"), ("DELETE", "/readiness"), ("PATCH", "/router/info")),

@@ -23,8 +23,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_an_idle_connection_is_closed_and_one_with_a_request_is_not(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     gate = asyncio.Event()
     worker.next(script(reply()), script(gate, reply(b"late")))
     idle, busy = await stage.client(router), await stage.client(router)
@@ -60,8 +59,7 @@ async def test_a_client_may_pipeline_more_than_the_router_takes_in_at_once(stage
 
 async def test_an_answer_outlives_what_the_client_still_sends(stage: Stage) -> None:
     """A connection that is closed with bytes unread is reset, and the client's sending fails before it reads."""
-    worker = await stage.worker()
-    router = await stage.router(worker, max_request_bytes=1000)
+    worker, router = await stage.worker_and_router(max_request_bytes=1000)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", [("Content-Length", str(2**24)), ("Expect", "100-continue")]))
     await until(lambda: router.app.router.metrics.requests["generate", 413, ""], "it is told no")
@@ -104,8 +102,7 @@ async def _send_for_ever(client: Client) -> None:
 
 
 async def test_a_stop_closes_idle_connections_and_lets_a_request_finish(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     gate = asyncio.Event()
     worker.next(script(reply()), script(gate, reply(b"last")))
     idle, fresh, busy = [await stage.client(router) for _ in range(3)]

@@ -140,8 +140,7 @@ async def test_while_a_worker_is_cut_that_a_slow_client_was_still_to_read(stage:
 
 @pytest.mark.alone("it looks at the tasks of the test's process")
 async def test_before_its_request_is_complete_nothing_is_leased_or_sent(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     client = await stage.client(router)
     await client.send(request("POST", "/generate", [("Content-Length", "100")]) + b"half")
     await until(lambda: len(router.leftovers()) == 1, "the router reads the request")

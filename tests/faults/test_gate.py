@@ -26,8 +26,7 @@ leaves = pytest.mark.parametrize("leave", [Client.abort, Client.reset], ids=["cl
 @pytest.mark.alone("gate_max_held is shared out among processes")
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/sessions/7/v1/messages"])
 async def test_the_one_over_the_bound_is_refused_at_once_with_the_reason(stage: Stage, path: str) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, gate_max_held=2)
+    worker, router = await stage.worker_and_router(gate_max_held=2)
     await post(router, "/pause_generation", mode="retract")
     waiting = [posting(router, path) for _ in range(2)]
     await held(router, 2)
@@ -42,8 +41,7 @@ async def test_the_one_over_the_bound_is_refused_at_once_with_the_reason(stage: 
 
 
 async def test_whoever_waits_for_too_long_is_refused_with_the_reason(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, gate_timeout=0.05)
+    worker, router = await stage.worker_and_router(gate_timeout=0.05)
     await post(router, "/pause_generation")
     for refused in [await each for each in [posting(router) for _ in range(3)]]:
         assert (refused.status, refused.error_type) == (503, "fleet_paused")
@@ -56,8 +54,8 @@ async def test_whoever_waits_for_too_long_is_refused_with_the_reason(stage: Stag
 
 @pytest.mark.alone("who has waited longest goes first in its process")
 async def test_on_continue_they_reach_the_worker_in_the_order_in_which_they_came(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, max_connections=1)  # one after the other, so that there is an order to see
+    # One after the other, so that there is an order to see.
+    worker, router = await stage.worker_and_router(max_connections=1)
     await post(router, "/pause_generation")
     paths = ["/v1/completions", "/generate", "/sessions/a/generate", "/v1/chat/completions"]
     waiting = []
@@ -111,8 +109,7 @@ async def test_what_does_not_generate_passes_a_closed_gate(stage: Stage, close: 
 async def test_a_client_that_leaves_waits_no_longer_and_reaches_no_worker(
     stage: Stage, leave: Callable[[Client], None]
 ) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     await post(router, "/pause_generation")
     leaving, staying = await stage.client(router), posting(router)
     await held(router, 1)
@@ -211,8 +208,7 @@ async def test_an_abort_answers_who_waits_as_the_engine_answers_who_is_in_its_qu
     stage: Stage, partial_rollout: str, form: str
 ) -> None:
     body, expected = FORMS[form]
-    worker = await stage.worker()
-    router = await stage.router(worker, partial_rollout=partial_rollout)
+    worker, router = await stage.worker_and_router(partial_rollout=partial_rollout)
     await post(router, "/pause_generation")
     waiting = posting(router, **body)
     await held(router, 1)
@@ -251,8 +247,7 @@ async def test_ids_that_the_engine_would_make_are_made(stage: Stage) -> None:
     ],
 )
 async def test_an_abort_ends_what_else_waits_with_an_error(stage: Stage, path: str, body: bytes) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    router = await stage.router(await stage.worker())
     await post(router, "/pause_generation")
     waiting = spawn(router.ask("POST", path, JSON, body), name="a client")
     await held(router, 1)
@@ -395,8 +390,7 @@ async def test_an_abort_of_one_prompt_that_ran_is_remembered_when_a_pause_cuts_t
 
 
 async def test_an_abort_without_any_worker_still_ends_those_who_wait(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     await post(router, "/pause_generation")
     waiting = posting(router)
     await held(router, 1)

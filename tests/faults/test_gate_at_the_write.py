@@ -86,8 +86,7 @@ async def idle_closed(worker: ScriptedWorker) -> None:
 async def test_request_waits_at_the_gate_when_it_closed_during_connect(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     await idle_closed(worker)
     dial = SlowDial(monkeypatch)
     waiting = posting(router, number=1)
@@ -234,8 +233,7 @@ async def test_what_a_layer_has_generated_waits_too_and_what_does_not_generate_p
 
 @pytest.mark.alone("max_connections is shared out among processes")
 async def test_an_abort_of_the_request_that_a_layer_works_for_ends_its_wait(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     await post(router, PAUSED)
     routing = Routing()
     waiting = asyncio.ensure_future(forwarded(router, "/generate", routing))

@@ -180,8 +180,7 @@ async def test_thousands_of_half_heads_vanish(worker: ScriptedWorker) -> None:
 
 
 async def test_a_body_that_stands_still_is_refused_and_costs_no_worker_anything(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, head_timeout=0.1)
+    worker, router = await stage.worker_and_router(head_timeout=0.1)
     for headers, part in (([("Content-Length", "100")], b"half"), (CHUNKED, b"4\r\nhalf\r\n")):
         client = await stage.client(router)
         await client.send(request("POST", "/generate", headers) + part)
@@ -193,8 +192,7 @@ async def test_a_body_that_stands_still_is_refused_and_costs_no_worker_anything(
 
 
 async def test_a_body_that_drips_is_refused_and_one_that_gets_on_is_not(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, head_timeout=0.2)
+    worker, router = await stage.worker_and_router(head_timeout=0.2)
     steady, dripping = await stage.client(router), await stage.client(router)
     await steady.send(request("POST", "/generate", [("Content-Length", str(40 * 5000))]))
     await dripping.send(request("POST", "/generate", [("Content-Length", "100000")]))
@@ -229,8 +227,7 @@ async def test_whose_body_nobody_reads_is_not_late(stage: Stage, sent: bytes) ->
 
 
 async def test_who_waits_behind_another_request_is_not_late(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, head_timeout=0.05)
+    worker, router = await stage.worker_and_router(head_timeout=0.05)
     gate = asyncio.Event()
     worker.next(script(gate, reply()))
     behind = await stage.client(router)

@@ -137,12 +137,19 @@ async def test_what_only_looks_on_lets_it_pass_and_counts(
     await stage.nothing_under_way()
 
 
-async def test_its_bytes_are_not_held(stage: Stage) -> None:
-    worker = (await stage.worker()).always(endless(JSON, text))
-    router = await router_of(stage, worker, CACHE)
+@pytest.mark.parametrize(
+    ("layer", "pieces", "fields"),
+    [(CACHE, text, {}), (EXPERTS, rows, {"return_routed_experts": True})],
+    ids=["text", "rows"],
+)
+async def test_its_bytes_are_not_held(
+    stage: Stage, layer: str, pieces: Callable[[], Iterator[bytes]], fields: dict[str, Any]
+) -> None:
+    worker = (await stage.worker()).always(endless(JSON, pieces))
+    router = await router_of(stage, worker, layer)
     tracemalloc.start()
     try:
-        await read_some(stage, router, GENERATE, TEXT, 200 * BOUND)
+        await read_some(stage, router, GENERATE, {**TEXT, **fields}, 200 * BOUND)
         assert tracemalloc.get_traced_memory()[1] < 50 * BOUND
     finally:
         tracemalloc.stop()
@@ -187,14 +194,3 @@ async def test_an_answer_whose_rows_are_taken_out_is_refused_or_broken_off(
     except CutReply:
         assert kind == EVENTS
     assert await unread(router, "routed_experts") == (pieces is not many_rows)
-
-
-async def test_rows_without_an_end_are_not_held(stage: Stage) -> None:
-    worker = (await stage.worker()).always(endless(JSON, rows))
-    router = await router_of(stage, worker, EXPERTS)
-    tracemalloc.start()
-    try:
-        await read_some(stage, router, GENERATE, {**TEXT, "return_routed_experts": True}, 200 * BOUND)
-        assert tracemalloc.get_traced_memory()[1] < 50 * BOUND
-    finally:
-        tracemalloc.stop()

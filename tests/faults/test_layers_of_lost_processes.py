@@ -1,5 +1,5 @@
-"""Processes of a router with sessions that die: what was held only there is lost by name, or comes back from the
-store; and nothing else is touched."""
+"""Processes of a router with sessions and texts that die: what was held only there is lost by name, or comes back from
+the store and goes on with its tokens; and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import checkpoint
+from tests.e2e.test_episodes_on_processes import all_episodes
+from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import CutReply, RawReply, ask
 from tests.support.layers import layered, listed, ports, post, process_at, written
 from tests.support.owned import name_of
@@ -71,17 +72,6 @@ async def agents(router: Processes, turns: int = 2) -> list[Agent]:
         for _ in range(turns):
             assert (await agent.turn(router.url)).status == 200
     return made
-
-
-async def episodes(url: str, query: str) -> list[str]:
-    """The sessions that a process lists as episodes, page by page."""
-    found, after = [], ""
-    while True:
-        page = (await ask(url, "GET", f"/router/episodes?{query}{after}")).json()
-        found += [each["id"] for each in page["episodes"]]
-        if page["next"] is None:
-            return found
-        after = f"&after={page['next']}"
 
 
 async def refused(agent: Agent, url: str) -> tuple[int, str]:
@@ -184,7 +174,7 @@ async def test_a_killed_router_comes_back_with_another_number_of_processes(tmp_p
         async with layered(config, count=3) as router:
             for each in await ports(router):
                 for query in ("limit=1", "limit=5"):
-                    assert await episodes(each.url, query) == [THERE, HERE]
+                    assert [one["id"] for one in await all_episodes(each.url, query)] == [THERE, HERE]
             assert [await agent.samples(router.url) for agent in both] == before
             assert {(await agent.turn(router.url)).status for agent in both} == {200}
 
@@ -203,3 +193,87 @@ async def test_sigterm_lets_turns_of_all_processes_end(tmp_path: Path, state: bo
         if state:
             async with layered(config, worker) as router:
                 assert [answers_of(await agent.samples(router.url)) for agent in both] == [[1], [1]]
+
+
+# Text rollouts
+
+
+ROLLOUTS = 6
+
+
+def with_texts(directory: Path) -> Path:
+    layers: tuple[tuple[str, dict[str, Any]], ...] = ((SESSIONS, {}), (CACHE, {}))
+    return written(directory, layers, hf_checkpoint=checkpoint(), state_dir=str(directory / "state"))
+
+
+async def _killed(router: Processes) -> None:
+    children = router.children
+    router.router.process.kill()
+    await until(lambda: not any(map(is_alive, children.values())), "all have ended")
+
+
+class Rollout:
+    """One text, and the tokens that it was given and answered so far."""
+
+    def __init__(self, number: int, worker: SimulatedWorker) -> None:
+        self.text = f"Question {number}: how many?"
+        self.tokens: list[int] = []
+        self.rid = ""
+        self._worker = worker
+
+    async def turn(self, url: str) -> None:
+        """The next turn, which goes on from all tokens before it."""
+        reply = await post(url, "/generate", {"text": self.text, "sampling_params": {"max_new_tokens": 8}})
+        assert reply.status == 200, reply.body
+        (generation,) = self._worker.log.at("/generate")[-1].generations
+        assert generation.input_ids[: len(self.tokens)] == self.tokens, "the ids before, sampled ones included"
+        self.tokens = [*generation.input_ids, *generation.output_ids]
+        self.rid = generation.rid
+        self.text += reply.json()["text"]
+        assert await self.held(url) == self.tokens
+        self.text += " And then?"
+
+    async def held(self, url: str) -> list[int]:
+        """What is retrieved of it, by its newest generation."""
+        reply = await post(url, "/retrieve_from_text", {"rid": self.rid})
+        assert reply.status == 200, reply.body
+        found: list[int] = reply.json()["tokens"]
+        return found
+
+
+async def test_texts_of_a_killed_process_go_on_with_the_tokens_that_were_held(tmp_path: Path) -> None:
+    async with simulated() as worker, layered(with_texts(tmp_path), worker) as router:
+        own = await ports(router)
+        rollouts = [Rollout(number, worker) for number in range(ROLLOUTS)]
+        for number, each in enumerate(rollouts):
+            await each.turn(own[number % 2].url)
+        for victim in own:
+            await router.kill(await process_at(router, victim))
+            other = next(each for each in own if each is not victim)
+            for each in rollouts:  # the first of them while it is being started again
+                await each.turn(other.url)
+            await router.whole()
+        for each in rollouts:
+            assert await each.held(own[0].url) == await each.held(own[1].url) == each.tokens
+
+
+async def test_texts_come_back_in_a_router_of_another_number_of_processes(tmp_path: Path) -> None:
+    async with simulated() as worker:
+        rollouts = [Rollout(number, worker) for number in range(ROLLOUTS)]
+        for count in (2, 3, 2):
+            async with layered(with_texts(tmp_path), worker, count=count, expect_status=-signal.SIGKILL) as router:
+                for each in rollouts:
+                    await each.turn(router.url)
+                await _killed(router)
+
+
+async def test_new_texts_of_all_processes_wait_for_one_that_may_have_them(tmp_path: Path) -> None:
+    async with simulated() as worker, layered(with_texts(tmp_path), worker) as router:
+        own = await ports(router)
+        each = Rollout(0, worker)
+        await each.turn(own[0].url)
+        for victim in [await process_at(router, place) for place in own]:
+            await router.kill(victim)
+        turns = [post(place.url, "/retrieve_from_text", {"text": each.text, "strict": False}) for place in own]
+        replies: list[RawReply] = await asyncio.gather(*turns)
+        assert [reply.json()["matched_tokens"] for reply in replies] == [len(each.tokens)] * 2

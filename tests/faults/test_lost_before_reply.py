@@ -198,8 +198,7 @@ async def test_every_method_is_told_that_no_worker_is_there(stage: Stage) -> Non
 
 
 async def test_with_every_worker_quarantined_the_answer_is_503_and_names_their_state(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, health_check_failure_threshold=1)
+    worker, router = await stage.worker_and_router(health_check_failure_threshold=1)
     router.pool.record_failure(router.worker(worker), "test")
     assert_no_worker(await router.ask("POST", "/generate", body=b"{}"), "1 quarantined")
     assert worker.requests == []

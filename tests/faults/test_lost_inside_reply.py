@@ -63,8 +63,7 @@ async def test_a_cut_reply_is_cut_for_the_client_too(stage: Stage) -> None:
 async def test_what_came_before_the_cut_reaches_the_client_at_once(
     stage: Stage, layers: tuple[MiddlewareSpec, ...]
 ) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, middlewares=layers)
+    worker, router = await stage.worker_and_router(middlewares=layers)
     for kind, end in itertools.product(("content-length", "chunked", "sse"), (CLOSE, RESET)):
         with case(kind, end):
             gate = asyncio.Event()

@@ -22,6 +22,7 @@ from tests.support.resuming import (
     a_stream,
     answer,
     engine,
+    engine_and_router,
     event,
     events,
     generate,
@@ -64,8 +65,7 @@ def spans(*places: tuple[str, int, int]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["input_ids", "input_tokens"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_cut_batch_is_carried_on_whatever_its_prompts_are_called(stage: Stage, name: str, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     parts = [answer([token], ABORT) | ({"index": index} if stream else {}) for index, token in enumerate((5, 6))]
     cut = streams(*parts) if stream else one_piece(*parts)
     body: dict[str, Any] = {"input_ids": None, name: [[1, 2], [3, 4]], "stream": stream}
@@ -81,17 +81,13 @@ async def test_a_cut_batch_is_carried_on_whatever_its_prompts_are_called(stage: 
 
 
 async def test_the_answer_to_a_request_that_cannot_be_read_is_counted(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     one.goes.append(told(answer([5], ABORT)))
     assert (await generate(router, input_ids=None, input_embeds=[[0.5]])).json() == answer([5], ABORT)
     assert unread(router) == {("partial_rollouts", "unknown_request"): 1}
     one.goes.append(script(reply(b'{"error": {}}', 400, JSON)))
     assert (await generate(router, input_ids="no")).status == 400
     assert unread(router) == {("partial_rollouts", "unknown_request"): 1}, "what the engine refuses is none"
-
-
-# Streams however they are written
 
 
 # Engines that contradict themselves
@@ -123,8 +119,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 async def test_what_does_not_fit_together_is_not_joined_and_the_cut_answer_is_returned(
     stage: Stage, contradiction: dict[str, Any], stream: bool
 ) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     first = answer([5, 6], ABORT, **FIRST)
     cut = a_stream(first) if stream else one_piece(first)
     asking = lambda: generate(router, stream=stream, return_logprob=True)  # noqa: E731
@@ -141,8 +136,7 @@ async def test_what_does_not_fit_together_is_not_joined_and_the_cut_answer_is_re
 async def test_a_cut_answer_that_contradicts_itself_comes_as_the_engine_gave_it(
     stage: Stage, contradiction: str, stream: bool
 ) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     body = orjson.dumps(answer([7], ABORT, **{**NEXT, **CONTRADICTIONS[contradiction]}))
     paused = asyncio.Event()
     whole = chunk(b"data: %b\n\n" % body)
@@ -162,8 +156,7 @@ async def until_asked(one: Engine) -> None:
 
 
 async def test_a_stream_that_contradicts_itself_in_the_middle_is_counted_and_passes(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     said = [answer([5]), answer([6, 7]), answer([6, 7, 8], ABORT)]
     generating = generate(router, stream=True)
     paused = asyncio.Event()
@@ -176,8 +169,7 @@ async def test_a_stream_that_contradicts_itself_in_the_middle_is_counted_and_pas
 
 
 async def test_joined_stream_that_contradicts_itself_ends_with_what_the_client_has(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     asking = lambda: generate(router, stream=True, return_logprob=True)  # noqa: E731
     generating = await pause(router, one, a_stream(answer([5, 6], ABORT, **FIRST)), asking)
     running = {"output_token_logprobs": entries(7), "weight_version": "2"}
@@ -194,8 +186,7 @@ async def test_joined_stream_that_contradicts_itself_ends_with_what_the_client_h
 async def test_a_stream_that_could_not_be_read_and_is_lost_never_looks_complete(
     stage: Stage, middle: dict[str, Any]
 ) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, resume_on_worker_loss=True)
+    one, router = await engine_and_router(stage, resume_on_worker_loss=True)
     one.goes.append(script(EVENTS, event(answer([5])), event(middle), RESET))
     with pytest.raises(CutReply):
         await generate(router, stream=True)
@@ -229,8 +220,7 @@ async def test_an_engine_that_answers_a_question_with_something_else_leaves_the_
 @pytest.mark.parametrize("rows", ["QQ=", "QUFB"])
 async def test_rows_that_do_not_fit_leave_the_cut_answer(stage: Stage, rows: str) -> None:
     """Tokens behind the end are dropped, and their rows with them."""
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     first = answer([5, 6, 7, 8], ABORT, routed_experts=rows)
     sampling = {"stop_token_ids": [6]}
     asking = lambda: generate(router, return_routed_experts=True, sampling_params=sampling)  # noqa: E731
@@ -240,8 +230,7 @@ async def test_rows_that_do_not_fit_leave_the_cut_answer(stage: Stage, rows: str
 
 
 async def test_an_error_behind_the_cut_of_another_generation_does_not_swallow_that_one(stage: Stage) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     first = {**answer([5], ABORT), "index": 0}
     cut = streams(first, {"error": {"message": "the other one"}})
     generating = await pause(router, one, cut, lambda: generate(router, input_ids=[PROMPT, PROMPT], stream=True))
@@ -266,8 +255,7 @@ def zipped(stream: bool, said: object) -> tuple[bytes, bytes]:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_compressed_reply_passes_as_it_came_and_is_counted(stage: Stage, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     written, body = zipped(stream, answer([5], length(1)))
     one.goes.append(script(written))
     came = await generate(router, ("Accept-Encoding", "gzip"), stream=stream)
@@ -278,8 +266,7 @@ async def test_a_compressed_reply_passes_as_it_came_and_is_counted(stage: Stage,
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_compressed_reply_carries_nothing_on(stage: Stage, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     cut = a_stream(answer([5], ABORT)) if stream else one_piece(answer([5], ABORT))
     generating = await pause(router, one, cut, lambda: generate(router, stream=stream))
     one.goes.append(script(zipped(stream, answer([6], length(1), prompt=3))[0]))
@@ -290,8 +277,7 @@ async def test_a_compressed_reply_carries_nothing_on(stage: Stage, stream: bool)
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reply_of_the_other_kind_passes_and_is_counted(stage: Stage, stream: bool) -> None:
-    one = await engine(stage)
-    router = await stage.router(one.worker, partial_rollout="resume")
+    one, router = await engine_and_router(stage, partial_rollout="resume")
     said = answer([5], ABORT)
     one.goes.append(told(said) if stream else streamed(said))
     came = await generate(router, stream=stream)

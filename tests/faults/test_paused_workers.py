@@ -45,8 +45,7 @@ READY, PAUSED, QUARANTINED = WorkerState.READY, WorkerState.PAUSED, WorkerState.
 async def test_probes_that_fail_count_for_nothing_in_a_standstill_and_again_after_it(
     stage: Stage, standstill: str, end: str, failure: Behaviour
 ) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **{**PROBING, "health_check_failure_threshold": 2})
+    worker, router = await stage.worker_and_router(**{**PROBING, "health_check_failure_threshold": 2})
     await post(router, standstill)
     worker.model_info, seen = failure, len(worker.probes)
     await until(lambda: len(worker.probes) > seen + 4, "four probes have failed")
@@ -59,8 +58,7 @@ async def test_probes_that_fail_count_for_nothing_in_a_standstill_and_again_afte
 
 
 async def test_a_probe_that_began_in_a_pause_and_fails_after_it_counts_for_nothing(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **{**PROBING, "health_check_failure_threshold": 1})
+    worker, router = await stage.worker_and_router(**{**PROBING, "health_check_failure_threshold": 1})
     answers = asyncio.Event()
     await post(router, "/pause_generation")
     worker.model_info, seen = script(answers, reply(b"", 503)), len(worker.probes)
@@ -74,8 +72,7 @@ async def test_a_probe_that_began_in_a_pause_and_fails_after_it_counts_for_nothi
 
 @pytest.mark.parametrize("over", [False, True], ids=["it still lasts", "it is over"])
 async def test_own_pause_during_a_probe_is_not_taken_for_a_foreign_pause(stage: Stage, over: bool) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **PROBING)
+    worker, router = await stage.worker_and_router(**PROBING)
     says, before = asyncio.Event(), len(worker.probes)
     worker.model_info = by_path(ready=script(says, reply(b"", 503)), model_info=script(reply(b"{}")))
     worker.health = script(reply(b"", 503))

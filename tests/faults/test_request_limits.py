@@ -20,8 +20,7 @@ WITHOUT_END = (b"5;" + PADDING * 400, b"5\r\nhello\r\n0\r\n" + (b"X-Late: " + PA
 
 
 async def test_an_announced_body_over_the_limit_is_refused_before_a_byte_of_it_is_read(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, max_request_bytes=LIMIT)
+    worker, router = await stage.worker_and_router(max_request_bytes=LIMIT)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", [("Content-Length", str(LIMIT + 1))]))  # and nothing after it
     answer = await client.read("POST")
@@ -33,8 +32,7 @@ async def test_an_announced_body_over_the_limit_is_refused_before_a_byte_of_it_i
 async def test_a_client_that_was_told_no_before_its_body_cannot_mistake_what_comes_next(stage: Stage) -> None:
     """RFC 9110 section 10.1.1: a final status instead of 100 goes with a close, or with reading the body all the same.
     A client that does not send it after all and uses the connection again must not have its request read as a body."""
-    worker = await stage.worker()
-    router = await stage.router(worker, max_request_bytes=LIMIT)
+    worker, router = await stage.worker_and_router(max_request_bytes=LIMIT)
     client = await stage.client(router)
     headers = [("Content-Length", str(LIMIT + 1)), ("Expect", "100-continue")]
     answer = await client.ask("POST", "/generate", headers)
@@ -44,8 +42,7 @@ async def test_a_client_that_was_told_no_before_its_body_cannot_mistake_what_com
 
 
 async def test_a_chunked_body_without_end_is_refused_as_soon_as_it_is_over_the_limit(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, max_request_bytes=LIMIT)
+    router = await stage.router(await stage.worker(), max_request_bytes=LIMIT)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", CHUNKED) + chunk(b"x" * LIMIT))
     await client.send(chunk(b"one more"))
@@ -54,8 +51,7 @@ async def test_a_chunked_body_without_end_is_refused_as_soon_as_it_is_over_the_l
 
 async def test_what_is_no_request_to_be_forwarded_is_told_so(stage: Stage) -> None:
     """The bytes of a body in an unknown encoding would reach the worker with nothing that says what they are."""
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     for kind, sent in {
         "a body that breaks": request("POST", "/generate", CHUNKED) + b"5\r\nhello\r\nno size\r\n",
         "an encoding": request("POST", "/generate", [("Transfer-Encoding", "gzip, chunked")]) + chunked(b"packed"),
@@ -126,8 +122,7 @@ async def test_early_reply_arrives_and_its_connection_is_not_reused(
 
 
 async def test_a_head_over_the_limit_is_refused_also_where_it_comes_whole(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     client = await stage.client(router)
     await client.send(request("GET", "/x", [(f"X-{number}", "x" * 1000) for number in range(70)]))
     answer = await client.read()
@@ -137,8 +132,7 @@ async def test_a_head_over_the_limit_is_refused_also_where_it_comes_whole(stage:
 
 @pytest.mark.parametrize("endless", WITHOUT_END, ids=("chunk extensions", "trailers"))
 async def test_what_a_client_sends_around_a_chunked_body_has_a_bound(stage: Stage, endless: bytes) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     client = await stage.client(router)
     await client.send(request("POST", "/generate", CHUNKED))
     with contextlib.suppress(ConnectionError):  # the refusal comes while it still sends

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.http import CutReply, request
+from tests.support.http import Client, CutReply, request
 from tests.support.scripted_chat import (
     DONE,
     EVENT_STREAM,
@@ -346,6 +346,15 @@ async def test_client_leaving_while_it_waits_for_a_repeated_turn_leaves_nothing(
         assert (await first).status == 200
 
 
+async def read_to_the_end(client: Client) -> bytes:
+    """The events of a stream whose connection stays."""
+    await client.read_head("POST")
+    seen = b""
+    while b"[DONE]" not in seen:
+        seen += await client.read_part()
+    return seen
+
+
 async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial
 ) -> None:
@@ -354,10 +363,7 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     session = await trial.create()
     client = await stage.client(trial.router)
     await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent(stream=True)))
-    await client.read_head("POST")
-    seen = b""
-    while b"[DONE]" not in seen:
-        seen += await client.read_part()
+    seen = await read_to_the_end(client)
     client.abort()
     await stage.nothing_under_way()
     assert len(await trial.records(session)) == 1
@@ -375,10 +381,7 @@ async def test_a_worker_that_lingers_behind_the_end_is_not_told_to_abort(
     session, other = await trial.create(), await trial.create()
     client = await stage.client(trial.router)
     await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, as_sent(stream=True)))
-    await client.read_head("POST")
-    seen = b""
-    while b"[DONE]" not in seen:
-        seen += await client.read_part()
+    await read_to_the_end(client)
     assert (await trial.turn(other, HI)).status == 200, "time passes"
     gate.set()
     await stage.nothing_under_way()

@@ -31,7 +31,7 @@ from tests.support.scripted_worker import (
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
-READY, QUARANTINED = WorkerState.READY, WorkerState.QUARANTINED
+QUARANTINED = WorkerState.QUARANTINED
 #: Seconds from one event of a stream to the next: 25 a second.
 PACE = 0.04
 #: Each check takes several events.
@@ -144,29 +144,23 @@ async def test_a_silent_worker_beside_another_is_quarantined_under_requests(stag
 
 
 async def test_the_last_worker_without_requests_is_quarantined_for_silence(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **CHECKS)
+    worker, router = await stage.worker_and_router(**CHECKS)
     worker.model_info = script(HANG)
     await becomes(router, worker, QUARANTINED)
 
 
-@pytest.mark.parametrize("answer", [reply(b"", 503), RESET], ids=["503", "reset"])
-async def test_what_is_not_silence_counts_while_a_worker_streams(stage: Stage, answer: Any) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **CHECKS)
+@pytest.mark.parametrize(
+    ("answer", "listens"),
+    [(reply(b"", 503), True), (RESET, True), (RESET, False)],
+    ids=["503", "reset", "nobody listens"],
+)
+async def test_what_is_not_silence_counts_while_a_worker_streams(stage: Stage, answer: Any, listens: bool) -> None:
+    worker, router = await stage.worker_and_router(**CHECKS)
     worker.always(events)
     async with streaming(stage, router):
+        if not listens:
+            worker.refuse()
         worker.model_info = script(answer)
-        await becomes(router, worker, QUARANTINED)
-
-
-async def test_a_port_that_nobody_listens_on_counts_while_a_worker_streams(stage: Stage) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker, **CHECKS)
-    worker.always(events)
-    async with streaming(stage, router):
-        worker.refuse()
-        worker.model_info = script(RESET)
         await becomes(router, worker, QUARANTINED)
 
 

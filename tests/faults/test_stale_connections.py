@@ -18,8 +18,7 @@ pytestmark = pytest.mark.alone("each process keeps connections of its own")
 
 async def warmed(stage: Stage, connections: int) -> tuple[ScriptedWorker, RunningRouter]:
     """A worker and a router that keeps `connections` idle connections to it."""
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     gate = asyncio.Event()
     worker.always(script(gate, reply()))
     clients = [await stage.client(router) for _ in range(connections)]
@@ -108,8 +107,7 @@ async def test_bytes_that_nobody_asked_for_end_the_connection_and_reach_no_clien
 
 @pytest.mark.parametrize("behind", [b"HTTP/1.1 500 Unas", reply(b"unasked", 500)], ids=["a beginning", "whole"])
 async def test_a_second_reply_in_the_packet_of_the_first_reaches_no_client(stage: Stage, behind: bytes) -> None:
-    worker = await stage.worker()
-    router = await stage.router(worker)
+    worker, router = await stage.worker_and_router()
     worker.next(script(reply(b"mine") + behind, HANG))
     assert (await router.ask("GET", "/x")).body == b"mine"
     assert (await router.ask("GET", "/y")).body == b"{}"

@@ -23,7 +23,7 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 from tests.support.worker_process import WorkerProcess, worker_process
 
-READY, PAUSED, QUARANTINED = WorkerState.READY, WorkerState.PAUSED, WorkerState.QUARANTINED
+READY, QUARANTINED = WorkerState.READY, WorkerState.QUARANTINED
 #: Of several processes, whose signs of life come by way of another one, on a machine that has other things to do.
 STALL = 0.15 if processes_used() == 1 else 1.0
 WATCHING: dict[str, Any] = {**PROBING, "stall_timeout": STALL}
@@ -249,27 +249,19 @@ async def quiet_for(router: RunningRouter, seconds: float) -> None:
     assert await stalls(router) == 0
 
 
-async def test_an_engine_that_is_slow_is_not_stalled(stage: Stage) -> None:
-    """Nothing comes of a whole answer, or of a long prompt, for as long as it takes; its scheduler moves."""
+@pytest.mark.parametrize("answers", ["/server_info", "/health_generate"])
+async def test_an_engine_that_is_slow_is_not_stalled(stage: Stage, answers: str) -> None:
+    """Nothing comes of a whole answer, or of a long prompt, for as long as it takes; its scheduler moves. It is asked
+    for a token where `/server_info` is held up by others who ask for it."""
     async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
+        if answers == "/health_generate":
+            worker.faults.hang(path="/server_info", times=None)
         router = await stage.router(worker.url, **WATCHING)
         worker.log.clear()
         slow = generating(router, 1000)
-        await until(lambda: worker.log.at("/server_info"), "it is asked")
+        await until(lambda: worker.log.at(answers), "it is asked")
         await quiet_for(router, LONG)
-        assert not worker.log.at("/health_generate"), "and not for a token, as it answers"
-        worker.engine.token_latency_s = 0
-        assert (await slow).status == 200
-
-
-async def test_an_engine_that_answers_for_a_token_alone_is_not_stalled(stage: Stage) -> None:
-    """`/server_info` may be held up by others who ask for it."""
-    async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
-        worker.faults.hang(path="/server_info", times=None)
-        router = await stage.router(worker.url, **WATCHING)
-        slow = generating(router, 1000)
-        await until(lambda: worker.log.at("/health_generate"), "it is asked for a token")
-        await quiet_for(router, LONG)
+        assert answers == "/health_generate" or not worker.log.at("/health_generate"), "as it answers"
         worker.engine.token_latency_s = 0
         assert (await slow).status == 200
 

@@ -107,6 +107,11 @@ async def engine(stage: Stage) -> Engine:
     return Engine(await stage.worker())
 
 
+async def engine_and_router(stage: Stage, **settings: Any) -> tuple[Engine, RunningRouter]:
+    one = await engine(stage)
+    return one, await stage.router(one.worker, **settings)
+
+
 Generating = asyncio.Future[RawReply]
 
 

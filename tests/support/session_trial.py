@@ -203,17 +203,18 @@ def said(text: str) -> Message:
 def exactly(sample: Any, *turns: GenerationRecord, elsewhere: int = 0) -> None:
     """A sample is what the worker was given and has sampled in these generations of its proxy, one behind the other,
     each position once. What the first `elsewhere` of them sampled is trained in another sample."""
-    _exactly(sample, [(turn.input_ids, turn.output_ids, turn.logprobs) for turn in turns], elsewhere)
+    is_made_of(sample, [(turn.input_ids, turn.output_ids, turn.logprobs) for turn in turns], elsewhere)
 
 
 def exactly_through(sample: Any, generations: Sequence[Generation]) -> None:
     """The same of what went through the proxy in front of a real engine."""
-    _exactly(sample, [(each.prompt, each.sampled, each.logprobs) for each in generations], 0)
+    is_made_of(sample, [(each.prompt, each.sampled, each.logprobs) for each in generations])
 
 
-def _exactly(
-    sample: Any, turns: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]], elsewhere: int
+def is_made_of(
+    sample: Any, turns: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]], elsewhere: int = 0
 ) -> None:
+    """The same of what each was given and has sampled, with its logprobs."""
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

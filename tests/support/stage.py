@@ -65,6 +65,10 @@ class Stage:
         await until(lambda: not router.leftovers(), "the first probes are over")
         return router
 
+    async def worker_and_router(self, **settings: Any) -> tuple[ScriptedWorker, RunningRouter]:
+        worker = await self.worker()
+        return worker, await self.router(worker, **settings)
+
     async def client(self, router: RunningRouter, *, receive_buffer: int | None = None) -> Client:
         client = await Client.connect(router.url, receive_buffer=receive_buffer)
         return await self._stack.enter_async_context(client)

@@ -19,20 +19,14 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 
 from tests.benchmarks import sessions, state
-from tests.benchmarks.peers import REPO
-from tests.benchmarks.process import HOST
 from tests.benchmarks.report import environment, number, table
 from tests.benchmarks.scale.loads import Load, Round, loads, measured, running, running_worker
 from tests.benchmarks.scale.model import BUSY, CORES, MEMORY, NETWORK, Costs, Rollout, bound, needed, wait
-from tests.benchmarks.session_turns import Worker
-from tests.benchmarks.session_turns import running as running_sessions
 
 Rounds = dict[str, list[Round]]
 #: Of a load: its rounds with many clients, and with one.
@@ -43,13 +37,12 @@ QUICK = 0.5
 
 
 def measure_load(load: Load, root: Path, options: argparse.Namespace) -> Both:
-    subjects = {ONE: (REPO, 1), TWO: (REPO, 2)}
     root.mkdir()
     with contextlib.ExitStack() as stack:
         worker = stack.enter_context(running_worker(root, load.answers))
         routers = {
-            name: stack.enter_context(running(source, count, worker, root / f"{name}.log", *load.arguments))
-            for name, (source, count) in subjects.items()
+            name: stack.enter_context(running(count, worker, root / f"{name}.log", *load.arguments))
+            for name, count in ((ONE, 1), (TWO, 2))
         }
         for router in routers.values():
             load.drive(router.port, QUICK, load.clients)  # what is loaded and cached first
@@ -84,29 +77,6 @@ def shown_load(load: Load, both: Both, *, markdown: bool) -> str:
     unit = load.unit
     heading = [load.title, f"CPU us/{unit}", "ratio", f"{unit}s/s", "ratio", "busy: CPU us", "beside it", "bound/s"]
     return table(heading, rows, markdown)
-
-
-def measure_state(options: argparse.Namespace) -> tuple[dict[str, state.Cost], dict[str, float]]:
-    """What the store adds, and the memory of idle sessions, as its own benchmark measures them."""
-    turns, episodes, idle = (10, 1, 50) if options.quick else (30, 2, 400)
-    Worker.engine = sessions.Engine(int(sessions.TARGET_TOKENS / turns * sessions.SAMPLED_SHARE), seed=1)
-    server = ThreadingHTTPServer((HOST, 0), Worker)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    costs = {mode: state.Cost() for mode in state.MODES}
-    with tempfile.TemporaryDirectory(prefix="scale-state-") as folder, contextlib.ExitStack() as stack:
-        subjects = {}
-        for mode in state.MODES:
-            given = () if mode == "none" else ("--state-dir", f"{folder}/{mode}", "--state-sync", mode)
-            router = running_sessions(REPO, server.server_address[1], Path(folder), mode, *given)
-            subjects[mode] = stack.enter_context(router)
-            state.episode(subjects[mode], state.Cost(), 5, 0)
-        for seed in range(episodes):
-            for mode, subject in subjects.items():
-                state.episode(subject, costs[mode], turns, seed)
-        held = {mode: state.idle_bytes(subject, idle) for mode, subject in subjects.items()}
-    server.shutdown()
-    return costs, held
 
 
 def held_token(options: argparse.Namespace) -> float:
@@ -197,7 +167,8 @@ def main() -> int:
             both = measure_load(load, Path(folder) / str(at), options)
             measurements[load.title] = load, both
             print(f"\n{shown_load(load, both, markdown=options.markdown)}", flush=True)
-    kept, idle = measure_state(options)
+    turns, episodes, sessions_idle = (10, 1, 50) if options.quick else (30, 2, 400)
+    kept, idle = state.measured(turns, episodes, sessions_idle)
     print(f"\n{state.shown(kept, idle, markdown=options.markdown)}", flush=True)
     costs = costs_of(measurements, kept, idle, held_token(options))
     for text in (shown_costs, shown_queues, shown_needs):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import os
 import socket
 import sys
 import threading
@@ -24,9 +23,9 @@ from typing import Any
 
 import orjson
 
-from tests.benchmarks.backend import STATUS, STATUS_PATHS, nginx_head, reply
+from tests.benchmarks.backend import answering, reply
 from tests.benchmarks.load import LOADS, WRK_SCRIPT, request_body, wrk
-from tests.benchmarks.peers import REPO
+from tests.benchmarks.peers import REPO, running_router
 from tests.benchmarks.process import HOST, fetch, free_port, started
 from tests.benchmarks.procstat import own_seconds, scheduled_seconds
 from tests.benchmarks.routed_experts import EXPERTS, make_answer
@@ -95,32 +94,21 @@ def measured(load: Load, router: Router, seconds: float, clients: int) -> Round:
 @contextlib.contextmanager
 def running_worker(root: Path, answers: Mapping[str, bytes]) -> Iterator[int]:
     """nginx that answers these paths, whatever it is asked; or the engine."""
-    port = free_port()
-    if not answers:
-        engine = [sys.executable, "-m", "tests.benchmarks.scale.engine", str(port), str(SAMPLED)]
-        with started(engine, port, "/health", root / "worker.log", directory=REPO):
+    if answers:
+        with answering(root, answers) as port:
             yield port
         return
-    locations = [f"location = {path} {{ return 200 '{STATUS}'; }}" for path in STATUS_PATHS]
-    for number, (path, body) in enumerate(answers.items()):
-        (root / f"{number}.json").write_bytes(body)
-        locations.append(f"location = {path} {{ error_page 405 =200 /{number}.json; return 405; }}")
-    server = f"server {{ listen {HOST}:{port} backlog=4096; root {root}; sendfile on; open_file_cache max=10;\n"
-    (root / "worker.conf").write_text("\n".join([nginx_head(root), server, *locations, "}}"]))
-    command = ["nginx", "-p", str(root), "-c", str(root / "worker.conf")]
-    with started(command, port, "/health", root / "worker.log"):
+    port = free_port()
+    engine = [sys.executable, "-m", "tests.benchmarks.scale.engine", str(port), str(SAMPLED)]
+    with started(engine, port, "/health", root / "worker.log", directory=REPO):
         yield port
 
 
 @contextlib.contextmanager
-def running(source: Path, processes: int, worker: int, log: Path, *arguments: str) -> Iterator[Router]:
-    """A router of a checkout in front of the worker."""
-    port = free_port()
-    script = Path(sys.executable).with_name("miles-router")
-    command = [str(script), "--port", str(port), "--log-level", "warning", "--worker-urls", f"http://{HOST}:{worker}"]
-    command += [*(("--processes", str(processes)) if processes > 1 else ()), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(source)}
-    with started(command, port, "/readiness", log, env, source) as pid:
+def running(processes: int, worker: int, log: Path, *arguments: str) -> Iterator[Router]:
+    """A router of so many processes in front of the worker."""
+    several = ("--processes", str(processes)) if processes > 1 else ()
+    with running_router(worker, log, *several, *arguments) as (port, pid):
         while processes > 1 and len(orjson.loads(fetch(port, "GET", "/router/info")[1])["processes"]) < processes:
             time.sleep(0.05)
         yield Router(port, pid)
