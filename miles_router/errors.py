@@ -13,10 +13,10 @@
     │   ├── RequestTimeout          408 invalid_request
     │   ├── Conflict                409 conflict: the request does not fit the state of what it names
     │   │   └── WeightsChanged      409 conflict: an evaluation is never sampled by weights of two versions
-    │   └── BodyTooLarge            413 request_too_large
+    │   └── BodyTooLarge            413 invalid_request
     ├── ClientDisconnected          no reply: the client is gone
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
-    ├── FleetPaused                 503 fleet_paused, with Retry-After: waited too long, or too many requests wait
+    ├── FleetPaused                 503 unavailable, with Retry-After: waited too long, or too many requests wait
     ├── Unavailable                 503 unavailable, with Retry-After: a process or a bound of the router refuses
     ├── PartlyFailed                502 fan_out_failed
     ├── StateError                  500 state_failed: `--state-dir` cannot be read or written
@@ -26,7 +26,7 @@
     ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine supports the request
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
-        ├── UpstreamTimeout         504 upstream_timeout
+        ├── UpstreamTimeout         504 upstream_error
         ├── PromptNotRead           502 upstream_error: the engine read another prompt than the router sent
         └── UpstreamBroken          the worker was lost inside the body: the router breaks off the client's connection
 
@@ -120,7 +120,6 @@ class BodyTooLarge(BadRequest):
     """The request body exceeds `--max-request-bytes`."""
 
     status = 413
-    type = "request_too_large"
 
 
 class RequestTimeout(BadRequest):
@@ -173,7 +172,7 @@ class FleetPaused(RouterError):
     """The fleet is paused or asleep, and this request cannot wait (any longer)."""
 
     status = 503
-    type = "fleet_paused"
+    type = "unavailable"
     headers: ClassVar[Mapping[str, str]] = REPEAT
 
 
@@ -287,7 +286,6 @@ class UpstreamTimeout(UpstreamError):
     """The worker did not finish within `--request-timeout`."""
 
     status = 504
-    type = "upstream_timeout"
 
 
 class UpstreamBroken(UpstreamError):

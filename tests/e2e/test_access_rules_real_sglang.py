@@ -31,7 +31,7 @@ BODIES = {
 #: What the router itself says; a worker's own refusal would mean that it was asked.
 REFUSED = ((400, "invalid_request"), (401, "unauthorized"), (404, "not_found"))
 #: The same in the words of any API, which name the router's own type too.
-HELD = (*REFUSED, (503, "fleet_paused"))
+HELD = (*REFUSED, (503, "unavailable"))
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ STREAM = [("Content-Type", "text/event-stream")]
 META = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
 ANSWER = {"text": "ab", "output_ids": [4, 5], "meta_info": META}
 GOOD = reply(json.dumps(ANSWER).encode())
-PAUSED = {"error": {"type": "fleet_paused", "message": "held too long", "request_id": "mr-1"}}
+PAUSED = {"error": {"type": "unavailable", "message": "held too long", "request_id": "mr-1"}}
 BUSY = reply(json.dumps(PAUSED).encode(), 503, [("Retry-After", "1")])
 UNREACHABLE = {"error": {"type": "upstream_unreachable", "message": "all gone", "request_id": "mr-1"}}
 Asked = Callable[[RouterClient], Awaitable[Any]]
@@ -98,7 +98,7 @@ async def test_asking_again_has_an_end(server: ScriptedWorker) -> None:
     async with connected(server) as client:
         with pytest.raises(ErrorReply, match="held too long") as caught:
             await client.generate("a")
-    assert (caught.value.type, caught.value.retryable) == ("fleet_paused", True)
+    assert (caught.value.type, caught.value.retryable) == ("unavailable", True)
     assert len(server.requests) == 1 + AT_ONCE.attempts
 
 

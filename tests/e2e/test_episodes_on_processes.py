@@ -111,5 +111,5 @@ async def test_what_processes_ask_of_each_other_brings_the_client_s_key(tmp_path
             for text in texts:
                 assert (await post(router.url, "/retrieve_from_text", {"rid": text[0]}, key)).status == 200
             found = await post(router.url, "/retrieve_from_text", {"texts": [*texts, texts[0] + "a" * 200]}, key)
-            assert (found.status, found.error_type) == (413, "request_too_large")
+            assert (found.status, found.error_type) == (413, "invalid_request")
         assert (await ask(router.url, "GET", "/sessions")).status == 401

@@ -48,7 +48,7 @@ async def test_a_text_that_is_too_long_is_413_and_no_worker_hears_of_it(stage: S
         ("/retrieve_from_text", {"texts": ["short", long]}),
     ):
         answer = await trial.ask("POST", path, body)
-        assert (answer.status, answer.error_type) == (413, "request_too_large"), path
+        assert (answer.status, answer.error_type) == (413, "invalid_request"), path
         assert "--max-text-chars" in answer.json()["error"]["message"]
     assert encoder_of(trial).statistics.refused == 5
     assert not worker.log.at("/generate")
@@ -60,7 +60,7 @@ async def test_a_turn_that_appends_too_much_is_413_and_changes_nothing(stage: St
     session = await trial.create()
     history = [user("Hi"), message_of(await trial.chat(session, [user("Hi")]))]
     answer = await trial.turn(session, [*history, user("a" * (LONGEST + 1))])
-    assert (answer.status, answer.error_type) == (413, "request_too_large")
+    assert (answer.status, answer.error_type) == (413, "invalid_request")
     await trial.chat(session, [*history, user("a" * (LONGEST - 1000))])
     assert [each["parent"] for each in await trial.records(session)] == [None, 0]
 

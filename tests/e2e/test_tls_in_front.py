@@ -120,7 +120,7 @@ async def test_paths_bodies_and_streams_pass_nginx_as_they_are(stage: Stage, tmp
             async with client.post(yarl.URL(url + target, encoded=True)) as answer:
                 assert answer.status == 400, target
         async with client.post(f"{url}/generate", data=b"x" * (1 << 19) + b"x") as answer:
-            assert (answer.status, (await answer.json())["error"]["type"]) == (413, "request_too_large")
+            assert (answer.status, (await answer.json())["error"]["type"]) == (413, "invalid_request")
         async with client.post(f"{url}/flush_cache") as answer:
             assert answer.status == 401
         worker.always(stream)

@@ -195,13 +195,13 @@ async def test_a_body_that_is_too_large_is_refused_where_it_lands(stage: Stage, 
     name = name_of(1, 2)
     for target in (f"/owned/{name}", "/owned"):
         refused = await first.ask("POST", target, body=b"x" * 1001)
-        assert refused.error_type == "request_too_large"
+        assert refused.error_type == "invalid_request"
         async with await Client.connect(first.url) as client:
             await client.send(request("POST", target, [("Transfer-Encoding", "chunked")]))
             with contextlib.suppress(ConnectionError):
                 for _ in range(20):
                     await client.send(b"64\r\n" + b"x" * 100 + b"\r\n")
-            assert (await client.read("POST")).error_type == "request_too_large"
+            assert (await client.read("POST")).error_type == "invalid_request"
     assert second.app.clients.open == 0
     await quiet(first, second)
 

@@ -31,7 +31,7 @@ async def test_the_one_over_the_bound_is_refused_at_once_with_the_reason(stage: 
     waiting = [posting(router, path) for _ in range(2)]
     await held(router, 2)
     refused = await post(router, path, text="Hi")
-    assert (refused.status, refused.error_type, refused.value("retry-after")) == (503, "fleet_paused", b"1")
+    assert (refused.status, refused.error_type, refused.value("retry-after")) == (503, "unavailable", b"1")
     assert "the fleet is paused (retract); 2 requests wait already" in refused.json()["error"]["message"]
     assert (gate(router).held, router.pool.in_flight, asked(worker)) == (2, 0, ["/pause_generation"])
     await post(router, "/continue_generation")
@@ -44,7 +44,7 @@ async def test_whoever_waits_for_too_long_is_refused_with_the_reason(stage: Stag
     worker, router = await stage.worker_and_router(gate_timeout=0.05)
     await post(router, "/pause_generation")
     for refused in [await each for each in [posting(router) for _ in range(3)]]:
-        assert (refused.status, refused.error_type) == (503, "fleet_paused")
+        assert (refused.status, refused.error_type) == (503, "unavailable")
         assert "the fleet is paused (abort), and this request has waited 0.05 s" in refused.json()["error"]["message"]
     assert (gate(router).held, router.pool.in_flight) == (0, 0)
     await post(router, "/continue_generation")
@@ -253,7 +253,7 @@ async def test_an_abort_ends_what_else_waits_with_an_error(stage: Stage, path: s
     await held(router, 1)
     await post(router, "/abort_request", abort_all=True)
     refused = await soon(waiting)
-    assert (refused.status, refused.error_type) == (503, "fleet_paused")
+    assert (refused.status, refused.error_type) == (503, "unavailable")
     assert refused.json()["error"]["message"] == "the request was aborted while it waited for the fleet to resume"
 
 

@@ -39,11 +39,11 @@ def test_errors_survive_a_process_boundary_with_all_they_know(cls: type[RouterCl
 
 
 def test_the_routers_error_is_read_whole() -> None:
-    error = read_error(503, {"Retry-After": "2"}, own("fleet_paused", "held too long"))
+    error = read_error(503, {"Retry-After": "2"}, own("unavailable", "held too long"))
     assert type(error) is ErrorReply
-    assert (error.status, error.type, error.message, error.request_id) == (503, "fleet_paused", "held too long", "mr-1")
+    assert (error.status, error.type, error.message, error.request_id) == (503, "unavailable", "held too long", "mr-1")
     assert (error.retryable, error.retry_after) == (True, 2.0)
-    assert str(error) == "held too long (503 fleet_paused, request mr-1)"
+    assert str(error) == "held too long (503 unavailable, request mr-1)"
 
 
 LATER = {"Retry-After": "1"}
@@ -60,7 +60,7 @@ LATER = {"Retry-After": "1"}
         (503, LATER, "no_worker_available", ErrorReply, True),
         (503, {}, "no_worker_available", ErrorReply, False),
         (502, {}, "upstream_unreachable", ErrorReply, True),
-        (502, {}, "upstream_timeout", ErrorReply, False),
+        (502, {}, "upstream_error", ErrorReply, False),
     ],
 )
 def test_an_errors_type_says_its_class_and_whether_it_may_be_asked_again(
@@ -105,7 +105,7 @@ def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_o
 
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])
 def test_a_time_that_is_no_number_of_seconds_is_none(value: str) -> None:
-    assert read_error(503, {"Retry-After": value}, own("fleet_paused")).retry_after is None
+    assert read_error(503, {"Retry-After": value}, own("unavailable")).retry_after is None
 
 
 def test_a_failed_fan_out_names_its_workers() -> None:
