@@ -1,9 +1,10 @@
 """`Retrieved`, the exact tokens of a text, and its two formats in answers of `/retrieve_from_text`.
 
-JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp", "sampling_mask"}
-safetensors   tensors tokens, logprobs, loss_mask, sampling_mask.offsets, sampling_mask.ids; everything else as JSON
-              under `facts` in the file's metadata. For several texts each tensor's name begins with the text's index
-              (0.tokens), and `facts` is a list
+JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp", "sampling_mask",
+              "sampling_logprobs"}
+safetensors   tensors tokens, logprobs, loss_mask, sampling_mask.offsets, sampling_mask.ids, sampling_logprobs;
+              everything else as JSON under `facts` in the file's metadata. For several texts each tensor's name begins
+              with the text's index (0.tokens), and `facts` is a list
 
 `trajectory.teacher` names the fields of a teacher's scores.
 """
