@@ -73,7 +73,7 @@ class Sample:
         metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what the client set.
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], if the router records them.
         sampling_mask: for each of the n tokens, the ids that could have been sampled, and the logprob of the sampled
-            one among them (`sampling_mask.logprobs`), if the engine was asked.
+            one among them, if the engine was asked; `metadata.sampling_mask_missing` counts tokens without.
         per_token: float64 [n] by name: rewards and the like that were set for turns and spans, 0.0 where none was.
         teacher: another model's logprobs of the sampled tokens, if they were requested.
 
@@ -149,6 +149,11 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return len(self) - self.response_length
+
+    @property
+    def sampling_logprobs(self) -> Logprobs | None:
+        """Float32 [n]: the logprobs of the sampling mask."""
+        return None if self.sampling_mask is None else self.sampling_mask.logprobs
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:

@@ -95,8 +95,9 @@ async def test_a_text_of_three_turns_has_the_mask_of_each(stage: Stage) -> None:
             found["sampling_mask"]
         )
         assert exact.sampling_mask.offsets.dtype == exact.sampling_mask.ids.dtype == np.int32
-        assert exact.sampling_mask.logprobs.dtype == np.float32
-        assert exact.sampling_mask.logprobs.tolist() == np.float32(found["sampling_logprobs"]).tolist()
+        assert exact.sampling_logprobs is not None
+        assert exact.sampling_logprobs.dtype == np.float32
+        assert exact.sampling_logprobs.tolist() == np.float32(found["sampling_logprobs"]).tolist()
 
 
 async def test_a_text_with_a_turn_without_one_says_so_and_a_plain_one_has_none(stage: Stage) -> None:
@@ -109,6 +110,9 @@ async def test_a_text_with_a_turn_without_one_says_so_and_a_plain_one_has_none(s
         found = await trial.retrieve(text=text + more["text"])
         assert "sampling_mask" not in found
         assert found["sampling_mask_missing"] == 12
+        accept = [*JSON, ("Accept", "application/octet-stream")]
+        exact = read_safetensors((await trial.post("/retrieve_from_text", {"text": found["response"]}, accept)).body)
+        assert (exact.sampling_mask, exact.sampling_logprobs, exact.sampling_mask_missing) == (None, None, 12)
 
 
 async def test_one_with_more_ids_than_the_cache_holds_evicts_nothing(stage: Stage) -> None:
@@ -210,6 +214,7 @@ async def test_sessions_of_each_api_whole_streamed_and_cut(stage: Stage, tmp_pat
                 (exact,) = samples_format.read_safetensors(reply.body)
                 assert exact.sampling_mask is not None
                 assert exact.sampling_mask.ids.tolist() == sample["sampling_mask"]["ids"]
+                assert exact.sampling_logprobs is exact.sampling_mask.logprobs
                 assert exact.sampling_mask.logprobs.tolist() == np.float32(sample["sampling_logprobs"]).tolist()
                 assert samples_format.Sample.from_json(exact.to_dict()).to_dict() == exact.to_dict()
 
@@ -283,5 +288,9 @@ async def test_what_does_not_tell_masks_refuses_them_by_name(stage: Stage) -> No
         refused = await trial.turn(await trial.create(), [user("Hi")], return_sampling_mask=True)
         assert refused.status == 400, "the engine needs top_k"
         assert b"top_k" in refused.body
-        wrong = await trial.ask("POST", "/sessions", {"contract": {"sampling": {"return_sampling_mask": 1}}})
-        assert wrong.status == 400
+        for sampling in ({"return_sampling_mask": 1}, {"return_sampling_mask": True, "top_k": -1}):
+            wrong = await trial.ask("POST", "/sessions", {"contract": {"sampling": sampling}})
+            assert wrong.status == 400
+            assert b"return_sampling_mask" in wrong.body
+        greedy = await trial.create(contract={"sampling": {**CONTRACT["sampling"], "top_k": -1, "temperature": 0}})
+        assert (await Api(CHAT).ask(trial, greedy, 4)).status == 200
