@@ -65,7 +65,7 @@ def fits(found: Mapping[str, Any], *told: Mapping[str, Any]) -> None:
     marked = [*zip(sets(found["sampling_mask"]), found["sampling_logprobs"], found["tokens"], strict=True)]
     sampled = [each for each, is_in in zip(marked, found["loss_mask"], strict=True) if is_in]
     assert [ids for ids, _, _ in sampled] == masks
-    assert np.float32([each for _, each, _ in sampled]).tolist() == np.float32(logprobs).tolist()
+    assert np.array([each for _, each, _ in sampled], np.float32).tolist() == np.array(logprobs, np.float32).tolist()
     others = [each for each, is_in in zip(marked, found["loss_mask"], strict=True) if not is_in]
     assert all(ids == [token] and not logprob for ids, logprob, token in others)
 
