@@ -19,10 +19,10 @@ from middleware_hub.radix_tree.requests import wants_logprobs
 from miles_router.engines.answers import (
     ASKS_FOR_MASK,
     INCOMPLETE,
-    SAMPLING_MASK,
     GenerateAnswer,
     Unreadable,
     UnreadableAnswer,
+    require_sampling_mask,
     token_count,
     without_logprobs,
 )
@@ -218,8 +218,8 @@ class AnswerTap(Tap):
         take = partial(self._deliveries.take, generation)
         try:
             read = GenerateAnswer.read(answer)
-            if read.sampling_mask is None and read.ids and self._request.field(ASKS_FOR_MASK, prompt):
-                raise UnreadableAnswer(INCOMPLETE, f"{SAMPLING_MASK}: the engine may be too old to tell it")
+            if self._request.field(ASKS_FOR_MASK, prompt):
+                require_sampling_mask(read.sampling_mask, read.ids)
             params, routing = self._request.prompts[prompt].params, self._exchange.routing
             version = read.versions[-1].version if read.versions else None
             routing.mark("answer", tokens=len(read.ids), finish=read.finish, version=version, rid=read.rid)

@@ -20,7 +20,6 @@ from miles_router.engines.spelling import Ends, moved
 from miles_router.middlewares.rows import NO_ROWS, RowPrefix, RowsByKind
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
-from miles_router.trajectory.sampling_mask import SamplingMask
 
 
 @dataclass(frozen=True)
@@ -175,6 +174,6 @@ def _sampled(answer: GenerateAnswer) -> list[Piece]:
     """Return the sampled tokens, one piece for each weight version."""
     runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
     pieces = [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]
-    if (sets := answer.sampling_mask) is None:
+    if (mask := answer.sampling_mask) is None:
         return pieces
-    return [each.masked(SamplingMask.of(sets[a:b], each.tokens)) for each, (_, a, b) in zip(pieces, runs, strict=True)]
+    return [each.masked(mask.cut(a, b)) for each, (_, a, b) in zip(pieces, runs, strict=True)]

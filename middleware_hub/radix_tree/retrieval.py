@@ -219,7 +219,7 @@ class Retrieval:
             )
         if given.match.entry is not None:
             self._rollouts.count_trained(given.match.entry, matched)
-        return Retrieved(given.trajectory, text, matched)
+        return Retrieved(given.trajectory, text, matched, sampling_mask_missing=given.trajectory.unmasked)
 
     def _by_rid(self, rid: str, text: str | None) -> Retrieved:
         entry = self._cache.by_rid(rid)
@@ -252,6 +252,7 @@ def _of_entry(entry: Entry, text: str, trajectory: Trajectory, candidates: tuple
         finish_reason=entry.finish,
         finished=entry.finished,
         cache_versions=entry.cache_versions,
+        sampling_mask_missing=trajectory.unmasked,
     )
 
 

@@ -220,6 +220,8 @@ def _make_sample(
     """Return the sample of a rollout. Its prompt is masked, even tokens in it that an earlier rollout sampled."""
     mask = exact.loss_mask.copy()
     mask[:prompt_tokens] = 0
+    if exact.sampling_mask_missing:
+        carried = {**carried, "metadata": {**carried["metadata"], "sampling_mask_missing": exact.sampling_mask_missing}}
     with convert_errors("/retrieve_from_text"):
         return Sample(
             tokens=exact.tokens,

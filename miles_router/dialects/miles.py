@@ -106,7 +106,8 @@ def trainer_fields(sample: Sample, *, arrays: bool = False) -> dict[str, Any]:
     There `loss_mask`, `rollout_log_probs` and slime's `teacher_log_probs` cover the response alone, versions are a list
     of names, and `status` is the value of an enumeration. Reward and label are left out if they are None, so that those
     of the given sample stay; its metadata stays if the rollout was given it. With `arrays`, numpy arrays are not
-    converted to lists.
+    converted to lists. A sampling mask is an object of miles' own: `RolloutSamplingMask(mask.ids, mask.offsets)` with
+    `mask = sample.sampling_mask.cut(sample.prompt_length, len(sample))`; its `rollout_log_probs` are `mask.logprobs`.
     """
     start = sample.prompt_length
     aligned: Mapping[str, Any] = {

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from miles_router.engines.scan import Field, Incomplete, value_at
-from miles_router.trajectory.pieces import VersionRun
+from miles_router.trajectory.pieces import VersionRun, token_array
+from miles_router.trajectory.sampling_mask import SamplingMask
 
 LOGPROBS, SAMPLING_MASK = "output_token_logprobs", "output_token_sampling_mask"
+SAMPLING_LOGPROBS = "output_token_sampling_logprobs"
 LOGPROB_LISTS = (LOGPROBS, "output_top_logprobs", "output_token_ids_logprobs")
 #: The request field that asks for sampling masks.
 ASKS_FOR_MASK = "return_sampling_mask"
 #: Lists in `meta_info` that have one element per sampled token, and the fields with their lengths.
-OUTPUT_LISTS = (*LOGPROB_LISTS, SAMPLING_MASK, "output_token_sampling_logprobs")
+OUTPUT_LISTS = (*LOGPROB_LISTS, SAMPLING_MASK, SAMPLING_LOGPROBS)
 LENGTHS = ("completion_tokens", f"{LOGPROBS}_length", f"{SAMPLING_MASK}_length")
 #: Fields that `return_logprob` adds to `meta_info` (SGLang 0.5.23, `tokenizer_manager.convert_logprob_style`).
 LOGPROB_FIELDS = frozenset(
@@ -97,7 +99,7 @@ class GenerateAnswer:
         matched: the token id or stop string that ended the generation.
         versions: contiguous runs over the ids; empty if the engine names no weight version.
         prompt_tokens: the length of the prompt in tokens; None if the answer does not contain it.
-        sampling_mask: for each id, the ids that could have been sampled; None if the request did not ask for them.
+        sampling_mask: the sampling mask of the ids; None if the request did not ask for it.
     """
 
     text: str
@@ -108,7 +110,7 @@ class GenerateAnswer:
     matched: int | str | None
     versions: Sequence[VersionRun]
     prompt_tokens: int | None = None
-    sampling_mask: Sequence[Sequence[int]] | None = None
+    sampling_mask: SamplingMask | None = None
 
     @classmethod
     def read(cls, answer: Any, *, logprobs: bool = True) -> GenerateAnswer:
@@ -141,22 +143,42 @@ class GenerateAnswer:
                 matched=reason.get("matched"),
                 versions=version_runs(meta, len(ids)),
                 prompt_tokens=token_count(meta),
-                sampling_mask=sampling_mask_of(meta, len(ids)),
+                sampling_mask=sampling_mask_of(meta, ids),
             )
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
 
-def sampling_mask_of(meta: Mapping[str, Any], tokens: int) -> list[Any] | None:
-    """Return the sampling mask in an answer's `meta_info`, one list of ids for each sampled token; None if it has none.
+def sampling_mask_of(meta: Mapping[str, Any], ids: Sequence[int]) -> SamplingMask | None:
+    """Return the sampling mask of the sampled ids in an answer's `meta_info`; None without a mask, or without its
+    logprobs.
 
     Raises:
-        UnreadableAnswer: it is no list, or has another number of elements.
+        UnreadableAnswer: the mask or its logprobs do not have one element per id, or do not fit the ids.
     """
-    mask = meta.get(SAMPLING_MASK)
-    if mask is not None and (not isinstance(mask, list) or len(mask) != tokens):
-        raise UnreadableAnswer("token_counts_disagree", f"{SAMPLING_MASK} does not have one list per token")
-    return mask
+    sets, logprobs = meta.get(SAMPLING_MASK), meta.get(SAMPLING_LOGPROBS)
+    if sets is None or logprobs is None:
+        return None
+    for name, value in ((SAMPLING_MASK, sets), (SAMPLING_LOGPROBS, logprobs)):
+        if not isinstance(value, list) or len(value) != len(ids):
+            raise UnreadableAnswer("token_counts_disagree", f"{name} does not have one element per token")
+    try:
+        if any(isinstance(each, list) for each in logprobs):  # `sampling_logprobs_mode: "support"`: one per id of a set
+            logprobs = [each[told.index(token)] for each, told, token in zip(logprobs, sets, ids, strict=True)]
+        return SamplingMask.of(sets, logprobs, token_array(ids))
+    except (ValueError, *MALFORMED) as error:
+        raise UnreadableAnswer("invalid_tokens", f"{SAMPLING_MASK}: {error}") from None
+
+
+def require_sampling_mask(mask: SamplingMask | None, ids: Sequence[int]) -> None:
+    """Check that an answer to a request for sampling masks has one.
+
+    Raises:
+        UnreadableAnswer: it does not.
+    """
+    if mask is None and ids:
+        missing = f"{SAMPLING_MASK} or {SAMPLING_LOGPROBS}: the engine may be too old to tell them"
+        raise UnreadableAnswer(INCOMPLETE, missing)
 
 
 def token_count(counts: object, name: str = PROMPT_TOKENS) -> int | None:

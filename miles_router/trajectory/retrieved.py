@@ -1,9 +1,10 @@
 """`Retrieved`, the exact tokens of a text, and its two formats in answers of `/retrieve_from_text`.
 
-JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp", "sampling_mask"}
-safetensors   tensors tokens, logprobs, loss_mask, sampling_mask.offsets, sampling_mask.ids; everything else as JSON
-              under `facts` in the file's metadata. For several texts each tensor's name begins with the text's index
-              (0.tokens), and `facts` is a list
+JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp", "sampling_mask",
+              "sampling_logprobs"}
+safetensors   tensors tokens, logprobs, loss_mask, sampling_mask.offsets, sampling_mask.ids, sampling_logprobs;
+              everything else as JSON under `facts` in the file's metadata. For several texts each tensor's name begins
+              with the text's index (0.tokens), and `facts` is a list
 
 `trajectory.teacher` names the fields of a teacher's scores.
 """
@@ -38,6 +39,7 @@ class Retrieved:
         candidates: the ids of the generations with this text: several if their tokens differ, else at most one.
         rid, finish_reason, finished: of the generation; None if the text is not that of a rollout.
         cache_versions: the weight versions whose KV cache the engine may have reused from its prefix cache.
+        sampling_mask_missing: the number of sampled tokens without a sampling mask, if others have one.
         teacher: another model's logprobs of the sampled tokens, if they were requested.
     """
 
@@ -49,6 +51,7 @@ class Retrieved:
     finish_reason: str | None = None
     finished: bool | None = None
     cache_versions: tuple[str | None, ...] = ()
+    sampling_mask_missing: int = 0
     teacher: TeacherScores | None = None
 
     def __len__(self) -> int:
@@ -78,6 +81,11 @@ class Retrieved:
     def sampling_mask(self) -> SamplingMask | None:
         """For each token, the ids that could have been sampled; None if a sampled one was recorded without them."""
         return self.trajectory.sampling_mask
+
+    @property
+    def sampling_logprobs(self) -> Logprobs | None:
+        """Float32 [n]: the logprobs of the sampling mask."""
+        return None if (mask := self.sampling_mask) is None else mask.logprobs
 
     @property
     def weight_versions(self) -> list[VersionRun]:
@@ -111,7 +119,7 @@ class Retrieved:
             "finish_reason": self.finish_reason,
             "finished": self.finished,
             "cache_versions": list(self.cache_versions),
-            **({"sampling_mask_missing": missing} if (missing := self.trajectory.unmasked) else {}),
+            **({"sampling_mask_missing": missing} if (missing := self.sampling_mask_missing) else {}),
             **facts_of(self.teacher),
         }
 
@@ -165,5 +173,6 @@ def _read_one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) 
         finish_reason=facts["finish_reason"],
         finished=facts["finished"],
         cache_versions=tuple(facts.get("cache_versions", ())),
+        sampling_mask_missing=facts.get("sampling_mask_missing", 0),
         teacher=read_scores(arrays, facts, prefix),
     )

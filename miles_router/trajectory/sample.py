@@ -5,8 +5,9 @@ safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tok
               JSON, `samples` with everything else of each, and `metadata`
 
 Per-token rows use the name of their kind: `routed_experts`, `indexer_topk`. A sampling mask is `sampling_mask`, with
-`offsets` and `ids` (`0.sampling_mask.offsets`, `0.sampling_mask.ids`). Per-token values are under `per_token` by name
-(`0.per_token.reward`; the sample's JSON lists the names). `trajectory.teacher` names the fields of a teacher's scores.
+`offsets` and `ids` (`0.sampling_mask.offsets`, `0.sampling_mask.ids`), and `sampling_logprobs`. Per-token values are
+under `per_token` by name (`0.per_token.reward`; the sample's JSON lists the names). `trajectory.teacher` names the
+fields of a teacher's scores.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Sample:
         reward, label: as the client set them.
         metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what the client set.
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], if the router records them.
-        sampling_mask: for each of the n tokens, the ids that could have been sampled, if the engine was asked.
+        sampling_mask: for each of the n tokens, the ids that could have been sampled, and the logprob of the sampled
+            one among them, if the engine was asked; `metadata.sampling_mask_missing` counts tokens without.
         per_token: float64 [n] by name: rewards and the like that were set for turns and spans, 0.0 where none was.
         teacher: another model's logprobs of the sampled tokens, if they were requested.
 
@@ -148,6 +150,11 @@ class Sample:
     def prompt_length(self) -> int:
         return len(self) - self.response_length
 
+    @property
+    def sampling_logprobs(self) -> Logprobs | None:
+        """Float32 [n]: the logprobs of the sampling mask."""
+        return None if self.sampling_mask is None else self.sampling_mask.logprobs
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """Return the sample in an object of the router's JSON, or of `to_dict`.
@@ -156,7 +163,9 @@ class Sample:
             InvalidTrajectory: `complete`: a field is missing or has the wrong type; else as the class.
         """
         rows = {kind.name: _decoded_rows(kind, data[kind.name]) for kind in KINDS if data.get(kind.name) is not None}
-        mask = None if (given := data.get("sampling_mask")) is None else SamplingMask.from_arrays(given)
+        mask = None
+        if (given := data.get("sampling_mask")) is not None:
+            mask = SamplingMask.from_arrays(given, data.get("sampling_logprobs"))
         beside = {"sampling_mask": mask, "per_token": data.get("per_token") or {}, TEACHER: read_scores(data, data)}
         return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows, **beside}, data)
 
@@ -166,6 +175,7 @@ class Sample:
         made |= {name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}
         if self.sampling_mask is not None:
             made["sampling_mask"] = {name: array.tolist() for name, array in self.sampling_mask.arrays().items()}
+            made["sampling_logprobs"] = self.sampling_mask.logprobs.tolist()
         if self.per_token:
             made["per_token"] = {name: values.tolist() for name, values in self.per_token.items()}
         return made

@@ -21,6 +21,7 @@ TENSORS = {
     "rollout_routed_experts": np.int32,
     "rollout_indexer_topk": np.int32,
 }
+MASK, MASK_TENSORS = "rollout_sampling_mask", {"ids": np.int32, "offsets": np.int64}
 LISTS = ("tokens", "loss_mask", "rollout_log_probs")
 VALUES = ("response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata")
 STATUSES = ("pending", "completed", "truncated", "aborted", "failed")
@@ -53,15 +54,17 @@ class MilesSample:
     response: str
     response_length: int
     status: str
-    weight_versions: list[str]
+    weight_versions: list[Any]
     prefix_cache_info: dict[str, int]
     metadata: dict[str, Any] = field(default_factory=dict)
+    spec_info: dict[str, int] = field(default_factory=dict)
     reward: Any = None
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
     rollout_routed_experts: npt.NDArray[np.int32] | None = None
     rollout_indexer_topk: npt.NDArray[np.int32] | None = None
+    rollout_sampling_mask: dict[str, npt.NDArray[Any]] | None = None
 
     def check(self) -> None:
         """Its own checks of lengths."""
@@ -70,6 +73,15 @@ class MilesSample:
         assert len(self.rollout_log_probs or ()) == self.response_length
         if self.rollout_routed_experts is not None:
             assert len(self.rollout_routed_experts) == len(self.tokens) - 1
+        if self.rollout_sampling_mask is not None:
+            ids, offsets = self.rollout_sampling_mask["ids"], self.rollout_sampling_mask["offsets"]
+            assert (len(offsets), offsets[0], offsets[-1]) == (self.response_length + 1, 0, len(ids))
+            assert (np.diff(offsets) > 0).all()
+            ends = [0]
+            for span in (span for call in self.weight_versions for span in call):
+                assert span.keys() == {"version", "abs_start", "abs_end"}
+                assert ends[-1] <= span["abs_start"] < span["abs_end"] <= len(self.tokens)
+                ends.append(span["abs_end"])
 
 
 @dataclass
@@ -81,8 +93,9 @@ class Reply:
     empty_reason: str | None
 
 
-def decode(payload: bytes, *, version: int = 1) -> Reply:
-    """The steps of its decoder: every promised tensor is there in its type, and none is left over."""
+def decode(payload: bytes, *, version: int = 1, masks: bool = False) -> Reply:
+    """The steps of its decoder: every promised tensor is there in its type, and none is left over. With `masks` those
+    of a run that replays sampling masks (radixark/miles at 067dc3204)."""
     tensors = load(payload)
     meta_array = tensors.pop("_samples_meta")
     assert meta_array.ndim == 1
@@ -91,8 +104,8 @@ def decode(payload: bytes, *, version: int = 1) -> Reply:
     samples = []
     for place, told in enumerate(meta["samples"]):
         nulls = set(told["nulls"])
-        assert nulls <= set(TENSORS)
-        sample = MilesSample(**{name: told[name] for name in VALUES})
+        assert nulls <= {*TENSORS, *([MASK] if masks else ())}
+        sample = MilesSample(**{name: told[name] for name in (*VALUES, *(["spec_info"] if masks else []))})
         assert sample.status in STATUSES
         assert isinstance(sample.metadata, dict)
         if version == 2:
@@ -103,6 +116,9 @@ def decode(payload: bytes, *, version: int = 1) -> Reply:
             array = tensors.pop(f"{name}.{place}")
             assert array.dtype == dtype, name
             setattr(sample, name, array.tolist() if name in LISTS else array)
+        if masks and MASK not in nulls:
+            sample.rollout_sampling_mask = {name: tensors.pop(f"{MASK}.{name}.{place}") for name in MASK_TENSORS}
+            assert {name: array.dtype for name, array in sample.rollout_sampling_mask.items()} == MASK_TENSORS
         samples.append(sample)
     assert not tensors, sorted(tensors)
     return Reply(samples, meta["session_metadata"], meta["empty_reason"])

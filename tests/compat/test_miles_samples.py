@@ -13,6 +13,7 @@ import pytest
 from middleware_hub.openai_session.dialects.miles import TENSORS, fields_of, samples_file
 from miles_router.trajectory import Sample
 from miles_router.trajectory.rows import KINDS
+from miles_router.trajectory.sampling_mask import SamplingMask
 from tests.compat.miles_client import decode
 
 GOLDEN = Path(__file__).parent / "miles_samples"
@@ -89,6 +90,29 @@ def test_every_kind_of_rows_has_a_tensor() -> None:
 def test_a_sample_without_rows_names_them_among_those_it_has_not() -> None:
     (read,) = decode(b"".join(samples_file([fields_of(sample_with(6), {})], {}, None).chunks()), version=2).samples
     assert (read.rollout_routed_experts, read.rollout_indexer_topk) == (None, None)
+
+
+def test_a_sampling_mask_is_told_over_the_response_with_its_logprobs() -> None:
+    ids, offsets = [0, 1, 2, 3, 4, 5, 9, 6], [0, 1, 2, 3, 4, 5, 7, 8]
+    mask = SamplingMask.from_arrays({"ids": ids, "offsets": offsets}, [0.0] * 5 + [-0.5, -0.0625])
+    data = b"".join(samples_file([fields_of(sample_with(6, sampling_mask=mask), {})], {}, None).chunks())
+    (read,) = decode(data, masks=True).samples
+    read.check()
+    assert read.rollout_log_probs == [-0.5, -0.0625], "of the ids alone, as miles records them"
+    assert read.rollout_sampling_mask is not None
+    found = {name: array.tolist() for name, array in read.rollout_sampling_mask.items()}
+    assert found == {"ids": [5, 9, 6], "offsets": [0, 2, 3]}
+    with pytest.raises(AssertionError):
+        decode(data)
+
+
+def test_a_sample_that_lacks_a_mask_of_its_session_names_it() -> None:
+    sample = sample_with(6)
+    sample = sample_with(6, metadata={**sample.metadata, "sampling_mask_missing": 1})
+    data = b"".join(samples_file([fields_of(sample, {})], {}, None).chunks())
+    assert decode(data, masks=True).samples[0].rollout_sampling_mask is None
+    with pytest.raises(AssertionError):
+        decode(data)
 
 
 def test_turns_whose_cached_tokens_are_not_known_count_in_neither_sum() -> None:

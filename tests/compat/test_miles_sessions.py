@@ -302,6 +302,23 @@ async def test_its_form_is_given_to_who_sends_what_its_client_sends(
         assert len(decode(answer.body).samples) == 1
 
 
+async def test_a_session_with_sampling_masks_has_them_in_its_form(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"sampling": {"top_k": 5, "return_sampling_mask": True}})
+    answer = await trial.chat(session, HI, max_tokens=8, ignore_eos=True)
+    await trial.chat(session, [*HI, message_of(answer), user("More")], max_tokens=8, ignore_eos=True)
+    (ours,) = await trial.samples(session)
+    reply = await trial.ask("POST", f"/sessions/{session}/samples", {"max_seq_len": None})
+    (theirs,) = decode(reply.body, masks=True).samples
+    theirs.check()
+    start = len(ours["tokens"]) - ours["response_length"]
+    assert theirs.rollout_log_probs == np.float32(ours["sampling_logprobs"][start:]).tolist()
+    assert [span["version"] for call in theirs.weight_versions for span in call] == ["1", "1"]
+    assert theirs.rollout_sampling_mask is not None
+    (ids, offsets), whole = theirs.rollout_sampling_mask.values(), ours["sampling_mask"]
+    begin = whole["offsets"][start]
+    assert (ids.tolist(), (offsets + begin).tolist()) == (whole["ids"][begin:], whole["offsets"][start:])
+
+
 async def test_a_request_in_its_form_that_is_wrong_is_refused(trial: SessionTrial) -> None:
     session = await trial.create()
     for body in ({"max_seq_len": -1}, {"max_seq_len": None, "metadata": "text"}, {"format": "miles", "what": 1}):

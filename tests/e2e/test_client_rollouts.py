@@ -97,6 +97,17 @@ async def test_one_turn(trial: Trial, client: RouterClient) -> None:
     assert trial.log[-1].json()["custom_params"] == {"a": 1}
 
 
+async def test_a_sample_has_its_sampling_mask_or_says_how_many_tokens_lack_one(client: RouterClient) -> None:
+    params: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "top_k": 5}
+    masked = await single_turn(client, PROMPT, params, return_sampling_mask=True)
+    assert masked.sampling_logprobs is not None
+    assert [bool(each) for each in masked.sampling_logprobs] == masked.loss_mask.astype(bool).tolist()
+    plain = await single_turn(client, "Hi", params, metadata={"a": 1})
+    assert "sampling_mask_missing" not in plain.metadata
+    partly = await single_turn(client, "Hi" + plain.response, params, return_sampling_mask=True, metadata={"a": 1})
+    assert (partly.sampling_logprobs, partly.metadata) == (None, {**partly.metadata, "sampling_mask_missing": 12})
+
+
 async def test_the_reward_may_be_made_of_what_was_generated(trial: Trial, client: RouterClient) -> None:
     async def judged(answer: Generation) -> float:
         return len(answer.text) + (0.5 if answer.status == "truncated" else 0)

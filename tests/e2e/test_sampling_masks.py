@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from tests.support.waiting import until
 TOP_K = 5
 ASKED: dict[str, Any] = {"return_sampling_mask": True, "return_logprob": True}
 PARAMS = {"max_new_tokens": 12, "ignore_eos": True, "top_k": TOP_K}
-MASK = "output_token_sampling_mask"
+MASK, LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
 CONTRACT = {"sampling": {"top_k": TOP_K, "return_sampling_mask": True}}
 Ragged = Mapping[str, Sequence[int]]
 
@@ -58,13 +58,16 @@ def last_event(reply: RawReply) -> Any:
     return orjson.loads(reply.body.split(b"\n\n")[-3].removeprefix(b"data: "))
 
 
-def fits(tokens: Sequence[int], loss_mask: Sequence[int], mask: Ragged, told: Sequence[Sequence[int]]) -> None:
-    """Check that sampled tokens have what the engine told, in order, and all others themselves alone."""
-    found = sets(mask)
-    assert len(found) == len(tokens)
-    assert [each for each, sampled in zip(found, loss_mask, strict=True) if sampled] == [*map(list, told)]
-    others = zip(found, tokens, loss_mask, strict=True)
-    assert all(each == [token] for each, token, sampled in others if not sampled)
+def fits(found: Mapping[str, Any], *told: Mapping[str, Any]) -> None:
+    """Check that sampled tokens have what the engine told in these `meta_info`, in order, and all others themselves
+    alone."""
+    masks, logprobs = ([*chain.from_iterable(each[name] for each in told)] for name in (MASK, LOGPROBS))
+    marked = [*zip(sets(found["sampling_mask"]), found["sampling_logprobs"], found["tokens"], strict=True)]
+    sampled = [each for each, is_in in zip(marked, found["loss_mask"], strict=True) if is_in]
+    assert [ids for ids, _, _ in sampled] == masks
+    assert np.array([each for _, each, _ in sampled], np.float32).tolist() == np.array(logprobs, np.float32).tolist()
+    others = [each for each, is_in in zip(marked, found["loss_mask"], strict=True) if not is_in]
+    assert all(ids == [token] and not logprob for ids, logprob, token in others)
 
 
 async def test_a_text_of_three_turns_has_the_mask_of_each(stage: Stage) -> None:
@@ -79,11 +82,11 @@ async def test_a_text_of_three_turns_has_the_mask_of_each(stage: Stage) -> None:
                 answer = orjson.loads(events[-3].removeprefix(b"data: "))
             else:
                 answer = await trial.generate(text=text, sampling_params=PARAMS, **ASKED)
-            told += answer["meta_info"][MASK]
+            told.append(answer["meta_info"])
             assert all(len(each) == TOP_K for each in answer["meta_info"][MASK])
             text += answer["text"] + " and "
         found = await trial.retrieve(text=text.removesuffix(" and "))
-        fits(found["tokens"], found["loss_mask"], found["sampling_mask"], told)
+        fits(found, *told)
         accept = [*JSON, ("Accept", "application/octet-stream")]
         reply = await trial.post("/retrieve_from_text", {"text": text.removesuffix(" and ")}, accept)
         exact = read_safetensors(reply.body)
@@ -92,6 +95,9 @@ async def test_a_text_of_three_turns_has_the_mask_of_each(stage: Stage) -> None:
             found["sampling_mask"]
         )
         assert exact.sampling_mask.offsets.dtype == exact.sampling_mask.ids.dtype == np.int32
+        assert exact.sampling_logprobs is not None
+        assert exact.sampling_logprobs.dtype == np.float32
+        assert exact.sampling_logprobs.tolist() == np.float32(found["sampling_logprobs"]).tolist()
 
 
 async def test_a_text_with_a_turn_without_one_says_so_and_a_plain_one_has_none(stage: Stage) -> None:
@@ -104,6 +110,9 @@ async def test_a_text_with_a_turn_without_one_says_so_and_a_plain_one_has_none(s
         found = await trial.retrieve(text=text + more["text"])
         assert "sampling_mask" not in found
         assert found["sampling_mask_missing"] == 12
+        accept = [*JSON, ("Accept", "application/octet-stream")]
+        exact = read_safetensors((await trial.post("/retrieve_from_text", {"text": found["response"]}, accept)).body)
+        assert (exact.sampling_mask, exact.sampling_logprobs, exact.sampling_mask_missing) == (None, None, 12)
 
 
 async def test_one_with_more_ids_than_the_cache_holds_evicts_nothing(stage: Stage) -> None:
@@ -126,10 +135,9 @@ async def test_siblings_that_differ_in_their_masks_alone_keep_their_own(stage: S
             trial.worker.say("Hello")
             params = {"max_new_tokens": 64, "top_k": top_k}
             answer = await trial.generate(text="Hi", sampling_params=params, **ASKED, rid=f"with {top_k}")
-            told[f"with {top_k}"] = answer["meta_info"][MASK]
-        for rid, masks in told.items():
-            found = await trial.retrieve(text="HiHello", rid=rid)
-            fits(found["tokens"], found["loss_mask"], found["sampling_mask"], masks)
+            told[f"with {top_k}"] = answer["meta_info"]
+        for rid, meta in told.items():
+            fits(await trial.retrieve(text="HiHello", rid=rid), meta)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,8 +159,7 @@ async def test_a_generation_that_a_pause_cut_has_the_masks_of_both_parts(stage: 
         meta = answer["meta_info"]
         assert meta["resumed"] == 1
         assert len(meta[MASK]) == meta[f"{MASK}_length"] == 12
-        found = await trial.retrieve(text="Hi" + answer["text"])
-        fits(found["tokens"], found["loss_mask"], found["sampling_mask"], meta[MASK])
+        fits(await trial.retrieve(text="Hi" + answer["text"]), meta)
 
 
 async def test_masks_outlive_the_router(tmp_path: Path) -> None:
@@ -172,7 +179,8 @@ async def test_masks_outlive_the_router(tmp_path: Path) -> None:
                     await sessions.chat(session, [user("Hi"), message_of(said), user("More")])
                 exact, (sample,) = await texts.retrieve(text=text), await sessions.samples(session)
                 assert len(sets(sample["sampling_mask"])) == len(sample["tokens"])
-                found.append((exact["tokens"], exact["sampling_mask"], sample["tokens"], sample["sampling_mask"]))
+                names = ("tokens", "sampling_mask", "sampling_logprobs")
+                found.append([each[name] for each in (exact, sample) for name in names])
         assert found[0] == found[1]
 
 
@@ -200,11 +208,15 @@ async def test_sessions_of_each_api_whole_streamed_and_cut(stage: Stage, tmp_pat
                     if is_in
                 ]
                 assert len(found) == sampled == 12
+                assert [each < 0 for each in sample["sampling_logprobs"]] == [*map(bool, sample["loss_mask"])]
                 assert all(len(each) == TOP_K for each in found)
                 reply = await trial.ask("POST", f"/sessions/{session}/samples", {"format": "safetensors"})
                 (exact,) = samples_format.read_safetensors(reply.body)
                 assert exact.sampling_mask is not None
                 assert exact.sampling_mask.ids.tolist() == sample["sampling_mask"]["ids"]
+                assert exact.sampling_logprobs is exact.sampling_mask.logprobs
+                assert exact.sampling_mask.logprobs.tolist() == np.float32(sample["sampling_logprobs"]).tolist()
+                assert samples_format.Sample.from_json(exact.to_dict()).to_dict() == exact.to_dict()
 
 
 async def test_an_engine_that_ignores_the_field_is_found_out(stage: Stage) -> None:
@@ -213,22 +225,32 @@ async def test_an_engine_that_ignores_the_field_is_found_out(stage: Stage) -> No
     meta: dict[str, Any] = {"id": "r", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 2}
     meta |= {"completion_tokens": 1, "output_token_logprobs": [[-1.0, 5, None]]}
     told = {"text": "a", "output_ids": [5], "meta_info": meta}
-    for mask, asked, kept in (([[5, 7]], True, True), (None, False, True), (None, True, False), ([[7]], True, False)):
-        with case(mask, asked):
-            answer: dict[str, Any] = {**told, "meta_info": {**meta, "id": f"{mask} {asked}"}}
-            answer["meta_info"] |= {MASK: mask} if mask else {}
+    whole = {MASK: [[7, 5]], LOGPROBS: [-0.5]}
+    support = {MASK: [[7, 5]], LOGPROBS: [[-1.0, -0.5]]}  # SGLang's `sampling_logprobs_mode: "support"`
+    for fields, asked, kept in (
+        *((whole, True, True), (support, True, True), ({}, False, True), ({}, True, False)),
+        *(({MASK: [[5, 7]]}, True, False), ({LOGPROBS: [-0.5]}, True, False), ({MASK: [[5, 7]]}, False, True)),
+        *(({**whole, MASK: [[7]]}, True, False), ({**whole, LOGPROBS: []}, True, False)),
+        *(({**whole, LOGPROBS: [-0.5, -0.5]}, True, False), ({**support, LOGPROBS: [[-1.0]]}, True, False)),
+        *(({**whole, LOGPROBS: [None]}, True, False), ({**whole, LOGPROBS: [0.5]}, True, False)),
+    ):
+        with case(fields, asked):
+            rid = f"{fields} {asked}"
+            answer: dict[str, Any] = {**told, "meta_info": {**meta, "id": rid, **fields}}
             worker.always(script(reply(orjson.dumps(answer), 200, JSON)))
             body = {"input_ids": [1, 2], "return_sampling_mask": asked, "sampling_params": {"top_k": 5}}
             assert (await trial.post("/generate", body)).status == 200
-            found = await trial.post("/retrieve_from_text", {"rid": f"{mask} {asked}"})
+            found = await trial.post("/retrieve_from_text", {"rid": rid})
             assert (found.status == 200) is kept
+            if asked and kept:
+                assert found.json()["sampling_logprobs"] == [0.0, 0.0, -0.5]
 
 
 async def test_an_answer_parsed_anew_keeps_its_masks(stage: Stage) -> None:
     """SGLang's parser failed at an escape in a call. SGLang refuses masks where `return_meta_info` is missing."""
     worker = able(await stage.worker())
     trial, tokens = await a_trial(stage, worker), qwen3().encode(DATED)
-    meta = {**meta_of(tokens), MASK: [[each] for each in tokens]}
+    meta = {**meta_of(tokens), MASK: [[each] for each in tokens], LOGPROBS: [-0.5] * len(tokens)}
     again = script(chat_reply(tokens, DATED, finish_reason="stop", meta_info=meta))
     for path in (CHAT, MESSAGES, RESPONSES):
         for stream in (False, True):
@@ -242,6 +264,7 @@ async def test_an_answer_parsed_anew_keeps_its_masks(stage: Stage) -> None:
                 assert all(each.get("return_meta_info") for each in asked if each.get("return_sampling_mask"))
                 (sample,) = await trial.samples(session)
                 assert sets(sample["sampling_mask"]) == [[each] for each in sample["tokens"]]
+                assert sample["sampling_logprobs"] == [-0.5 * each for each in sample["loss_mask"]]
 
 
 async def test_an_engine_without_masks_refuses_a_turn_unsampled(stage: Stage) -> None:
@@ -265,5 +288,9 @@ async def test_what_does_not_tell_masks_refuses_them_by_name(stage: Stage) -> No
         refused = await trial.turn(await trial.create(), [user("Hi")], return_sampling_mask=True)
         assert refused.status == 400, "the engine needs top_k"
         assert b"top_k" in refused.body
-        wrong = await trial.ask("POST", "/sessions", {"contract": {"sampling": {"return_sampling_mask": 1}}})
-        assert wrong.status == 400
+        for sampling in ({"return_sampling_mask": 1}, {"return_sampling_mask": True, "top_k": -1}):
+            wrong = await trial.ask("POST", "/sessions", {"contract": {"sampling": sampling}})
+            assert wrong.status == 400
+            assert b"return_sampling_mask" in wrong.body
+        greedy = await trial.create(contract={"sampling": {**CONTRACT["sampling"], "top_k": -1, "temperature": 0}})
+        assert (await Api(CHAT).ask(trial, greedy, 4)).status == 200

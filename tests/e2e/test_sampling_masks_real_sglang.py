@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from miles_router.settings.config import MiddlewareSpec
-from tests.e2e.test_sampling_masks import ASKED, CONTRACT, MASK, TOP_K, fits, last_event, sets
+from tests.e2e.test_sampling_masks import ASKED, CONTRACT, LOGPROBS, MASK, TOP_K, fits, last_event, sets
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.cache_trial import CACHE, Trial
@@ -63,8 +63,8 @@ async def test_texts_have_them_whole_streamed_and_cut(trials: tuple[Trial, Sessi
         assert (kind == "cut") == (meta.get("resumed") == 1)
         assert len(meta[MASK]) == meta["completion_tokens"]
         assert {len(each) for each in meta[MASK]} <= {*range(1, TOP_K + 1)}
-        found = await texts.retrieve(text=body["text"] + answer["text"], rid=meta["id"])
-        fits(found["tokens"], found["loss_mask"], found["sampling_mask"], meta[MASK])
+        fits(await texts.retrieve(text=body["text"] + answer["text"], rid=meta["id"]), meta)
+        assert min(meta[LOGPROBS]) < max(meta[LOGPROBS]) <= 0
 
 
 @pytest.mark.parametrize(("path", "stream"), [(CHAT, False), (CHAT, True), (MESSAGES, True)])

@@ -96,6 +96,13 @@ def test_arrays_that_no_rollout_can_have_are_refused(tmp_path: Path, changes: di
         read(tmp_path / "file", b"".join(file.chunks()))
 
 
+def test_versions_of_newer_files_of_miles_are_those_of_their_spans(tmp_path: Path) -> None:
+    spans = [[{"version": "7", "abs_start": 1, "abs_end": 2}, {"version": "8", "abs_start": 2, "abs_end": 3}]]
+    file = samples_file([{"tokens": np.arange(3), **entry(2), "weight_versions": spans}], {}, None)
+    (sheet,) = read(tmp_path / "file", b"".join(file.chunks()))
+    assert sheet.version_names == ["7", "8"]
+
+
 def with_metadata(metadata: bytes) -> bytes:
     """A sample of miles whose metadata are no object."""
     nulls = b'["tokens", "loss_mask", "rollout_log_probs", "rollout_routed_experts"]'

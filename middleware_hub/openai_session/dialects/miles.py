@@ -5,6 +5,11 @@ The answer is one safetensors file. Tensors of sample i: `tokens.i` int64 [n], a
 and `rollout_log_probs.i` float64; where the router records them, `rollout_routed_experts.i` and
 `rollout_indexer_topk.i`, int32 [n - 1, layers, top_k].
 
+31f1ca961 reads no sampling masks, and raises on tensors that it does not read. So a sample of a session that asked for
+masks has the form of radixark/miles at 067dc3204: over its response `rollout_sampling_mask.ids.i` int32 and
+`rollout_sampling_mask.offsets.i` int64, in `rollout_log_probs.i` the logprobs among these ids, in `weight_versions` a
+list of spans for each run of one version, and `spec_info`, with nothing in it.
+
 Everything else is compact JSON in the tensor `_samples_meta`, uint8. `samples` has an object for each sample, which
 lists its missing tensors in `nulls`. `session_metadata` follows, and `empty_reason`: why there is no sample.
 """
@@ -24,7 +29,7 @@ from starlette.responses import Response, StreamingResponse
 
 from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.export.routes import SAFETENSORS, SessionRoutes
-from middleware_hub.openai_session.export.samples import FACTS, SamplePlan, SampleRequest
+from middleware_hub.openai_session.export.samples import FACTS, MASK_MISSING, SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.session import Session
@@ -53,8 +58,14 @@ TENSORS: Mapping[str, type[np.generic]] = {
     "rollout_routed_experts": np.int32,
     "rollout_indexer_topk": np.int32,
 }
+#: The field of a sampling mask, and its tensors.
+MASK = "rollout_sampling_mask"
+MASK_TENSORS: Mapping[str, type[np.generic]] = {f"{MASK}.ids": np.int32, f"{MASK}.offsets": np.int64}
 #: JSON fields of a sample, in the framework's order. The reader of its first version ignores `reward`.
-VALUES = ("response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata", "reward")
+VALUES = (
+    *("response", "response_length", "status", "weight_versions", "spec_info", "prefix_cache_info", "metadata"),
+    "reward",
+)
 
 
 class MilesForm:
@@ -109,13 +120,14 @@ class MilesForm:
 def samples_file(
     entries: Sequence[Mapping[str, Any]], session_metadata: Mapping[str, Any], empty_reason: str | None
 ) -> TensorFile:
-    """Return the file of samples. An entry contains the fields of `TENSORS` and `VALUES` that a sample has."""
+    """Return the file of samples. An entry contains the fields of `TENSORS`, `MASK_TENSORS` and `VALUES` that a sample
+    has; `MASK`, which is None, if it lacks a mask that was asked for."""
     arrays, types, objects = {}, {}, []
     for place, entry in enumerate(entries):
-        for name, dtype in TENSORS.items():
+        for name, dtype in (*TENSORS.items(), *MASK_TENSORS.items()):
             if entry.get(name) is not None:
                 arrays[f"{name}.{place}"], types[f"{name}.{place}"] = entry[name], dtype
-        nulls = [name for name in TENSORS if entry.get(name) is None]
+        nulls = [name for name in TENSORS if entry.get(name) is None] + [MASK] * (MASK in entry)
         objects.append({**{name: entry[name] for name in VALUES if name in entry}, "nulls": nulls})
     meta = orjson.dumps({"samples": objects, "session_metadata": session_metadata, "empty_reason": empty_reason})
     return TensorFile({**arrays, META: np.frombuffer(meta, np.uint8)}, types=types)
@@ -128,7 +140,20 @@ def fields_of(sample: Sample, metadata: Mapping[str, Any]) -> dict[str, Any]:
         **sample.trainer_fields(arrays=True),
         "prefix_cache_info": _prefix_cache_info(sample),
         "metadata": metadata,
+        **_mask(sample),
     }
+
+
+def _mask(sample: Sample) -> dict[str, Any]:
+    """Return the fields that a sample of a session with sampling masks has in another form, and those of its mask."""
+    if sample.sampling_mask is None and MASK_MISSING not in sample.metadata:
+        return {}
+    spans = [{"version": run.version, "abs_start": run.start, "abs_end": run.end} for run in sample.weight_versions]
+    newer = {"weight_versions": [[span] for span in spans], "spec_info": {}}
+    if sample.sampling_mask is None:
+        return {**newer, MASK: None}
+    mask = sample.sampling_mask.cut(sample.prompt_length, len(sample))
+    return {**newer, f"{MASK}.ids": mask.ids, f"{MASK}.offsets": mask.offsets, "rollout_log_probs": mask.logprobs}
 
 
 def _prefix_cache_info(sample: Sample) -> dict[str, int]:

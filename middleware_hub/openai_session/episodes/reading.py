@@ -103,6 +103,9 @@ def read_contract(given: object) -> Contract:
     parts = _checked_fields("contract", given, PARTS)
     budget = _read("contract.budget", parts.get("budget"), BUDGET)
     sampling = _read("contract.sampling", parts.get("sampling"), SAMPLING)
+    # SGLang 0.5.23 answers every turn with 400: it makes no mask without a `top_k`, except for greedy sampling.
+    if sampling.get(ASKS_FOR_MASK) and sampling.get("top_k", 1) < 1 and sampling.get("temperature") != 0:
+        raise BadRequest(f"contract.sampling: {ASKS_FOR_MASK} needs a top_k of at least 1, not {sampling['top_k']}")
     model = _read("contract.model", parts.get("model"), MODEL)
     freshness = _read("contract.freshness", parts.get("freshness"), FRESHNESS)
     if freshness and "oldest_version" not in freshness:

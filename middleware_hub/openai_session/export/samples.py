@@ -38,6 +38,8 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, F
 
 #: The metadata keys that contain why a sample has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
+#: The metadata key with the number of sampled tokens without a sampling mask, if others have one.
+MASK_MISSING = "sampling_mask_missing"
 #: Metadata keys about the session's episode; absent if there is nothing to report.
 EPISODE = ("model_id", "contract", "end_reason", "stale", "evaluation")
 #: All metadata keys that the router writes.
@@ -45,7 +47,7 @@ FACTS = (
     *("session_id", "leaf", "build", "mask", "reason", "side_call", "turns", "untrained_turns", "untraced"),
     "unrecorded_history",
     *EPISODE,
-    *NOTES.values(),
+    *(*NOTES.values(), MASK_MISSING),
 )
 FIELDS = frozenset(
     {"format", "max_seq_len", "branches", "build", "mask", "side_calls", "per_token", "reward", "label", "metadata"}
@@ -267,7 +269,7 @@ class SamplePlan:
         turns = [(turn, min(end, len(trajectory))) for turn, end in spans if turn.prompt_tokens < len(trajectory)]
         own = self._facts(line, elsewhere, turns)
         if trajectory.unmasked:
-            own["sampling_mask_missing"] = trajectory.unmasked
+            own[MASK_MISSING] = trajectory.unmasked
         if self.freshness.oldest_version is not None:
             own["stale"] = any(self.freshness.is_stale(run.version) for run in trajectory.weight_versions)
         try:

@@ -28,9 +28,9 @@ from miles_router.engines.answers import (
     ASKS_FOR_MASK,
     INCOMPLETE,
     MALFORMED,
-    SAMPLING_MASK,
     UnreadableAnswer,
     in_words,
+    require_sampling_mask,
     token_count,
 )
 from miles_router.engines.events import LAST_EVENT
@@ -320,8 +320,8 @@ class WholeTurn(TurnSampling):
             elif self.api.shows_open_calls:
                 answer = await self._with_unfinished(answer)
             choices = self.api.endpoint.choices(answer)
-            if self.fields.get(ASKS_FOR_MASK) and any(each.sampling_mask is None and each.ids for each in choices):
-                raise UnreadableAnswer(INCOMPLETE, f"{SAMPLING_MASK}: the engine may be too old to tell it")
+            for choice in choices if self.fields.get(ASKS_FOR_MASK) else ():
+                require_sampling_mask(choice.sampling_mask, choice.ids)
             if (raw := self._raw) is not None:
                 for choice in choices:
                     choice.prompt = raw.prompt

@@ -82,7 +82,7 @@ def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
         sampled=None if mask is None else sampled_positions(checked.loss_mask, logprobs, (), turns),
         logprobs=logprobs,
         expert_entropy=entropy_of(experts),
-        version_names=[str(name) for name in told["weight_versions"]],
+        version_names=[str(name) for each in told["weight_versions"] for name in _names(each)],
         turns=turns,
         path=[number for number in path if type(number) is int],
         status=str(told["status"]),
@@ -91,6 +91,11 @@ def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
         metadata=own,
         notes=notes,
     )
+
+
+def _names(versions: Any) -> list[Any]:
+    """Return the names in an element of `weight_versions`: a name, or in files of newer versions the spans of one."""
+    return [span["version"] for span in versions] if isinstance(versions, list) else [versions]
 
 
 def _over_all(array: npt.NDArray[Any] | None, response: int, length: int) -> npt.NDArray[Any] | None:

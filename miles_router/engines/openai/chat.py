@@ -199,7 +199,7 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
         logprobs=[triple[0] for triple in triples],
         versions=version_runs(meta, len(triples)),
         prompt=choice.get("prompt_token_ids"),
-        sampling_mask=sampling_mask_of(meta, len(triples)),
+        sampling_mask=sampling_mask_of(meta, ids),
         facts={
             "rid": meta.get("id"),
             "cached_tokens": meta.get("cached_tokens"),

@@ -36,7 +36,7 @@ class Choice:
         ids: every sampled id; `logprobs` has one element for each.
         versions: runs of weight versions over the ids; empty if no version is known.
         prompt: the ids of the prompt, if the request asked for them.
-        sampling_mask: for each id, the ids that could have been sampled; None if the engine did not tell.
+        sampling_mask: the sampling mask of the ids; None if the engine did not tell.
         facts: further fields for the record of the turn; `rid` is the engine's name of the generation.
         text: the text of the ids, once it is known.
     """
@@ -49,7 +49,7 @@ class Choice:
     logprobs: Sequence[float]
     versions: Sequence[VersionRun]
     prompt: Sequence[int] | None = None
-    sampling_mask: Sequence[Sequence[int]] | None = None
+    sampling_mask: SamplingMask | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     text: str | None = None
 
@@ -62,7 +62,7 @@ class Choice:
         """
         whole = Piece.sampled(self.ids, self.logprobs, None)
         if self.sampling_mask is not None:
-            whole = whole.masked(SamplingMask.of(self.sampling_mask, whole.tokens))
+            whole = whole.masked(self.sampling_mask)
         if not self.versions:
             return (whole,) if len(whole) else ()
         check_runs(self.versions, len(whole))

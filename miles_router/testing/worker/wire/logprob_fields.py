@@ -44,12 +44,16 @@ def logprob_fields(model: Model, generation: Generation) -> dict[str, Any]:
 
 def mask_fields(model: Model, generation: Generation) -> dict[str, Any]:
     """Return the fields that `return_sampling_mask` adds."""
-    tokens, sampler = zip(generation.contexts, generation.output_ids, strict=True), model.sampler
     count = 1 if generation.request.sampling.greedy else generation.request.sampling.top_k
-    masks = [sampler.support(context, token, count) for context, token in tokens]
+    masks, logprobs = [], []
+    for context, token in zip(generation.contexts, generation.output_ids, strict=True):
+        mask = model.sampler.support(context, token, count)
+        total = sum(math.exp(model.sampler.logprob(context, each)) for each in mask)
+        masks.append(mask)
+        logprobs.append(min(model.sampler.logprob(context, token) - math.log(total), 0.0))
     return {
         "output_token_sampling_mask": masks,
-        "output_token_sampling_logprobs": [-math.log(len(mask)) for mask in masks],
+        "output_token_sampling_logprobs": logprobs,
         "output_token_sampling_mask_length": len(masks),
     }
 
