@@ -113,8 +113,9 @@ async def pictures_of_run(browser: Browser, url: str) -> None:
         while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
             await asyncio.sleep(1)  # the router is asked
         episodes = (await ask("/router/episodes?limit=200"))["episodes"]
-        shown = next(each for each in episodes if each["turns"] > 1 and each["state"] != "running" and each["group"])
-        places = ("#/fleet", f"#/episodes?group={quote(shown['group'])}", f"#/episodes/{quote(shown['id'])}", "#/run")
+        shown = next(each for each in episodes if each["turns"] > 1 and each["state"] != "running")
+        listed = f"#/episodes?group={quote(shown['group'])}" if shown["group"] else "#/episodes"
+        places = ("#/fleet", listed, f"#/episodes/{quote(shown['id'])}", "#/run")
         for name, address in zip(VIEWS, places, strict=True):
             _, prepare, height = VIEWS[name]
             async with dashboard(browser, url, address, width=WIDTH, height=height) as page:
