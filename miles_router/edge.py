@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from miles_router.asgi.path import decode_path
 from miles_router.errors import ClientDisconnected, InternalError, RouterError, UnknownModel, UpstreamBroken
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
+from miles_router.middlewares.loading import each_once
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
 from miles_router.settings.trained_models import MOUNT, mount_of
@@ -70,7 +72,7 @@ class RouterApp:
             for model, entrance in entrances.items()
         }
         if len(entrances) > 1:  # the body may name any of the models
-            self._restoring[None] = [*dict.fromkeys(each for found in self._restoring.values() for each in found)]
+            self._restoring[None] = each_once(chain.from_iterable(self._restoring.values()))
 
     def running(self) -> AbstractAsyncContextManager[Any]:
         """Return a context manager inside which health checks and middlewares run, for use without an ASGI server."""

@@ -189,6 +189,12 @@ def build_stack(
     return app, layers
 
 
+def each_once(layers: Iterable[ASGIApp]) -> list[ASGIApp]:
+    """Return the layers without repetitions. Only the same object is a repetition: a middleware's own equality does
+    not count."""
+    return [*{id(each): each for each in layers}.values()]
+
+
 class _OfOneModel:
     """A wrapper that passes a request to its model's middleware, or past it if the model has none."""
 

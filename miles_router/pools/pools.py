@@ -331,13 +331,13 @@ class Pools:
     def workers(self) -> list[Worker]:
         return [worker for pool in self for worker in pool.fleet.pool]
 
-    def holding(self, name: str) -> tuple[ModelPool, Worker]:
-        """Return the worker with this normalized URL or id, and its pool.
+    def holding(self, name: str, among: Iterable[ModelPool] | None = None) -> tuple[ModelPool, Worker]:
+        """Return the worker with this normalized URL or id, and its pool. `among`: the pools to look at; None: all.
 
         Raises:
             NotFound: no such worker is registered.
         """
-        for pool in self:
+        for pool in self if among is None else among:
             for worker in pool.fleet.pool:
                 if name in (worker.url, worker.address.id):
                     return pool, worker

@@ -3,16 +3,20 @@ tokenizer, below `/models/MODEL_ID/`."""
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
 from miles_router.client import RouterClient
 from miles_router.errors import ConfigError
+from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, Trial, checkpoint, exactly_recorded
@@ -67,7 +71,7 @@ def settings(**more: Any) -> dict[str, Any]:
 async def workers_of() -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
     async with (
         SimulatedWorker(tokenizer=qwen3(), weight_version="1") as solver,
-        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as coder,
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="C1") as coder,
     ):
         yield solver, coder
 
@@ -190,12 +194,47 @@ async def test_what_an_address_of_a_model_shows_is_of_that_model(shared: Scene) 
     assert ids[CODER] & ids[SOLVER] <= {"same"}
     told = (await info(shared.router))["statistics"]
     assert told[f"openai_sessions:{CODER}"]["turns"] > 0
+    below = (await shared.coder.ask("GET", "/router/info")).json()
+    assert (below["weight_version"], below["workers_total"], [*below["pools"]]) == ("C1", 1, [CODER])
+    assert [each["url"] for each in below["workers"]] == [shared.workers[CODER].url]
+    assert below["statistics"]["openai_sessions"]["turns"] > 0
+    assert not [name for name in below["statistics"] if ":" in name]
     text = (await shared.router.ask("GET", "/metrics")).body.decode()
     lines = [line for line in text.splitlines() if line.startswith("miles_router_sessions_turns_total")]
-    assert sorted(line.rpartition(" ")[0] for line in lines) == [
-        "miles_router_sessions_turns_total",
-        'miles_router_sessions_turns_total{model_id="coder"}',
-    ]
+    assert {CODER in line for line in lines} == {True, False}, "each model has lines of its own"
+
+
+async def test_a_worker_is_named_only_below_its_own_model(shared: Scene) -> None:
+    others = shared.workers[SOLVER].url
+    ids = {each["url"]: each["id"] for each in (await shared.router.ask("GET", "/workers")).json()["workers"]}
+    for name in (ids[others], quote(others, safe="")):
+        for method in ("GET", "DELETE"):
+            with case(method, name):
+                assert (await shared.coder.ask(method, f"/workers/{name}")).status == 404
+                assert (await shared.router.ask("GET", f"/workers/{name}")).json()["url"] == others
+    own = quote(shared.workers[CODER].url, safe="")
+    assert (await shared.coder.ask("GET", f"/workers/{own}")).json()["model_id"] == CODER
+    assert (await shared.coder.ask("POST", "/remove_worker", {"url": others})).status == 404
+    assert len((await shared.router.ask("GET", "/workers")).json()["workers"]) == 2
+
+
+async def test_the_path_names_the_model_of_a_body_that_cannot_be_read(shared: Scene) -> None:
+    packed, headers = gzip.compress(b'{"text": "Hi"}'), [("Content-Encoding", "gzip")]
+    below = await shared.coder.ask("POST", "/tokenize", packed, headers)
+    assert "model in this body" not in below.body.decode()
+    at_root = await shared.solver.ask("POST", "/tokenize", packed, headers)
+    assert (at_root.status, "model in this body" in at_root.body.decode()) == (400, True)
+
+
+async def test_a_model_with_another_tokenizer_is_no_teacher_of_the_other(shared: Scene) -> None:
+    for trial, teacher in ((shared.solver, CODER), (shared.coder, SOLVER)):
+        with case(teacher):
+            session = await trial.create()
+            await trial.chat(session, [user("Hi")])
+            reply = await trial.ask("POST", f"/sessions/{session}/samples", {"format": "json", "teacher": teacher})
+            assert (reply.status, reply.error_type) == (409, "conflict"), reply.body
+            assert shared.workers[teacher].url in reply.body.decode()
+            assert (await trial.turn(session, [user("Ho")])).status == 200, "as the model's own worker it agrees"
 
 
 async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> None:
@@ -203,6 +242,26 @@ async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> No
         with case(path):
             answer = await shared.router.ask("POST", path, JSON, b"{}")
             assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@dataclass
+class Equal:
+    """A middleware that is a dataclass: it has an equality of its own, and no hash."""
+
+    app: ASGIApp
+    router: Router = field(kw_only=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+async def test_a_middleware_needs_no_hash() -> None:
+    equal = MiddlewareSpec(f"{__name__}.{Equal.__name__}")
+    async with workers_of() as (solver, _):
+        for more in ({}, settings()):
+            layers = (*more.get("middlewares", ()), equal, equal)
+            async with running_router(solver.url, **{**more, "middlewares": layers}) as router:
+                assert (await router.ask("POST", "/generate", JSON, json.dumps(HI).encode())).status == 200
 
 
 async def test_the_client_speaks_to_one_model(shared: Scene) -> None:
