@@ -173,6 +173,9 @@ def build_stack(
     Args:
         routers: the handle of each model with middlewares; None is the default model. A class with `one_model` is
             built for each model; the models share the others.
+
+    Raises:
+        ConfigError: a middleware does not accept its options or its model.
     """
     layers: dict[str | None, list[ASGIApp]] = {model: [] for model in routers}
     app = innermost
@@ -181,12 +184,23 @@ def build_stack(
         shared = app = each.cls(inside, router=router, **each.options)
         built = dict.fromkeys(routers, shared)
         if getattr(shared, "one_model", False):
-            others = {model: other for model, other in routers.items() if model is not None}
-            built |= {model: each.cls(inside, router=other, **each.options) for model, other in others.items()}
+            built |= {model: _built_for(model, each, inside, other) for model, other in routers.items() if model}
             app = _OfOneModel(built, inside)
         for model, layer in built.items():
             layers[model].insert(0, layer)
     return app, layers
+
+
+def _built_for(model: str, loaded: LoadedMiddleware, app: ASGIApp, router: Router) -> ASGIApp:
+    """Return a middleware of a further model.
+
+    Raises:
+        ConfigError: the class does not accept this model. The message names it.
+    """
+    try:
+        return loaded.cls(app, router=router, **loaded.options)
+    except ConfigError as error:
+        raise ConfigError(f"trained_models: {model}: {error}") from None
 
 
 def each_once(layers: Iterable[ASGIApp]) -> list[ASGIApp]:

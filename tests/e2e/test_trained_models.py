@@ -326,6 +326,12 @@ async def test_before_its_first_worker_a_model_has_sessions_and_no_answers() -> 
         assert not solver.log.generations
 
 
+async def test_a_checkpoint_that_cannot_be_read_is_named_with_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^trained_models: coder: hf_checkpoint: cannot load a tokenizer from"):
+        async with running_router(**settings(trained_models=(f"{CODER}={tmp_path}",))):
+            pass
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
