@@ -9,7 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.errors import ConfigError
@@ -22,6 +22,8 @@ CAPABILITIES = (
     *("lifespan", "routes", "admin_routes", "open_routes", "data_paths", "key_of", "owner_name", "metrics", "restore"),
 )
 REQUIRED: Any = inspect.Parameter.empty
+
+Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def _built_for(model: str, loaded: LoadedMiddleware, app: ASGIApp, router: Route
         raise ConfigError(f"trained_models: {model}: {error}") from None
 
 
-def each_once(layers: Iterable[ASGIApp]) -> list[ASGIApp]:
+def each_once(layers: Iterable[Layer]) -> list[Layer]:
     """Return the layers without repetitions. Only the same object is a repetition: a middleware's own equality does
     not count."""
     return [*{id(each): each for each in layers}.values()]

@@ -22,6 +22,8 @@ from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, Trial, checkpoint, exactly_recorded
 from tests.support.fleet import JSON, info
 from tests.support.http import Pairs, RawReply
+from tests.support.layers import layered, ports, post, process_at, written
+from tests.support.owned import name_of
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_apis import BOTH, PLAIN, Api, case
 from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, exactly, message_of, qwen3, user
@@ -52,6 +54,9 @@ class Scene:
         self.solver = SessionTrial(router, [solver])
         below: Any = Below(router)
         self.coder = SessionTrial(below, [coder])
+
+    async def statistics(self) -> dict[str, Any]:
+        return dict((await info(self.router))["statistics"])
 
     def texts(self, name: str) -> Trial:
         return Trial(self.solver.router if name == SOLVER else self.coder.router, self.workers[name])
@@ -170,6 +175,10 @@ async def test_a_paused_model_does_not_stop_the_other(shared: Scene) -> None:
     try:
         assert shared.workers[CODER].log.at("/pause_generation")
         assert not shared.workers[SOLVER].log.at("/pause_generation")
+        for trial, paused in ((shared.coder, [CODER]), (shared.solver, [CODER, SOLVER])):
+            pauses = (await trial.ask("GET", "/router/run")).json()["pauses"]
+            assert [each["model_id"] for each in pauses if each["end"] is None] == paused[:1]
+            assert {each["model_id"] for each in pauses} <= {*paused}
         await shared.solver.chat(await shared.solver.create(), [user("Hi")])
     finally:
         assert (await shared.coder.ask("POST", "/continue_generation", {})).status == 200
@@ -192,7 +201,7 @@ async def test_what_an_address_of_a_model_shows_is_of_that_model(shared: Scene) 
     assert ids[CODER]
     assert ids[SOLVER]
     assert ids[CODER] & ids[SOLVER] <= {"same"}
-    told = (await info(shared.router))["statistics"]
+    told = await shared.statistics()
     assert told[f"openai_sessions:{CODER}"]["turns"] > 0
     below = (await shared.coder.ask("GET", "/router/info")).json()
     assert (below["weight_version"], below["workers_total"], [*below["pools"]]) == ("C1", 1, [CODER])
@@ -288,6 +297,9 @@ async def test_sessions_and_texts_of_each_model_survive_a_restart(tmp_path: Path
             texts = [await made.texts(name).retrieve(rid=rid) for name, rid in zip(made.workers, rids, strict=True)]
         async with running_router(**settings(**more)) as router:
             made = Scene(router, solver, coder)
+            assert (await made.solver.samples("same")) == [before[0]]
+            held = await made.statistics()
+            assert (held["openai_sessions"]["sessions"], held[f"openai_sessions:{CODER}"]["sessions"]) == (1, 0)
             for trial, sample in zip((made.solver, made.coder), before, strict=True):
                 listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
                 assert [each["session_id"] for each in listed] == ["same"]
@@ -298,6 +310,37 @@ async def test_sessions_and_texts_of_each_model_survive_a_restart(tmp_path: Path
             await made.coder.chat("same", history)
             (sample,) = await made.coder.samples("same")
             assert sample["tokens"][: len(before[1]["tokens"])] == before[1]["tokens"]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["lost", "kept"])
+async def test_sessions_of_a_killed_process_are_lost_or_kept_for_each_model(tmp_path: Path, *, kept: bool) -> None:
+    more = {"state_dir": str(tmp_path / "state")} if kept else {}
+    given = {"hf_checkpoint": checkpoint(), "model_id": SOLVER, "trained_models": [f"{CODER}={checkpoint()}"]}
+    config = written(tmp_path, ((SESSIONS, {}),), **given, **more)
+    lost, other = (name_of(index, 2, "agent") for index in range(2))
+    async with (
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as solver,
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="C1", seed=2) as coder,
+        layered(config, solver) as router,
+    ):
+        own = await ports(router)
+        assert (await post(own[0].url, f"{BELOW}/workers", {"url": coder.url})).status == 201
+        before = {}
+        for mount in ("", BELOW):
+            for name in (lost, other):
+                made = (await post(own[1].url, f"{mount}/sessions", {"session_id": name})).json()
+                assert urlsplit(made["owner_url"]).path == mount
+                turn = {"model": "any", "messages": [user("Hi")], "max_tokens": 4}
+                assert (await post(own[0].url, f"{mount}/sessions/{name}{CHAT}", turn)).status == 200
+                before[mount, name] = await post(own[1].url, f"{mount}/sessions/{name}/samples", {"format": "json"})
+            listed = (await own[1].ask("GET", f"{mount}/sessions")).json()["sessions"]
+            assert {each["session_id"] for each in listed} == {lost, other}
+        await router.kill(await process_at(router, own[0]))
+        await router.whole()
+        for each in own:
+            for (mount, name), sample in before.items():
+                found = await post(each.url, f"{mount}/sessions/{name}/samples", {"format": "json"})
+                assert found.body == sample.body if kept or name == other else found.status == 410
 
 
 async def test_a_sessions_key_opens_that_session_of_its_model_alone() -> None:
