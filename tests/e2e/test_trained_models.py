@@ -3,6 +3,7 @@ tokenizer, below `/models/MODEL_ID/`."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -28,6 +29,7 @@ from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_apis import BOTH, PLAIN, Api, case
 from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, exactly, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
 
 SOLVER, CODER = "solver", "coder"
 BELOW = f"/models/{CODER}"
@@ -184,6 +186,35 @@ async def test_a_paused_model_does_not_stop_the_other(shared: Scene) -> None:
         assert (await shared.coder.ask("POST", "/continue_generation", {})).status == 200
     wrong = await shared.coder.ask("POST", f"/pause_generation?model_id={SOLVER}", {})
     assert (wrong.status, "leave model_id out" in wrong.json()["error"]["message"]) == (400, True)
+
+
+async def test_what_a_pause_cut_is_continued_by_the_same_model() -> None:
+    slow: Any = {"tokenizer": checkpoint(), "token_latency_s": 0.002, "stop_probability": 0.0}
+    async with (
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as solver,
+        SimulatedWorker(**slow, weight_version="C1", seed=2) as coder,
+        running_router(**settings(hf_checkpoint=checkpoint(), partial_rollout="resume")) as router,
+    ):
+        made = await registered(router, solver, coder)
+        session = await made.coder.create()
+        texts = {"max_new_tokens": 100, "ignore_eos": True}
+        works = [
+            asyncio.ensure_future(made.coder.turn(session, [user("Hi")], max_tokens=100, ignore_eos=True)),
+            asyncio.ensure_future(made.texts(CODER).post("/generate", {"text": "Hi", "sampling_params": texts})),
+        ]
+        await until(lambda: len([each for each in coder.engine.running.values() if each.output_ids]) == 2, "both run")
+        assert (await made.coder.ask("POST", "/pause_generation", {"mode": "abort"})).status == 200
+        renamed = {"new_version": "C2", "abort_all_requests": False}
+        assert (await made.coder.ask("POST", "/update_weight_version", renamed)).status == 200
+        assert (await made.coder.ask("POST", "/continue_generation", {})).status == 200
+        turn, text = [work.json() for work in await asyncio.gather(*works)]
+        (sample,) = await made.coder.samples(session)
+        retrieved = await made.texts(CODER).retrieve(rid=text["meta_info"]["id"])
+        for found in (sample, retrieved):
+            assert [each["version"] for each in found["weight_versions"]] == ["C1", "C2"]
+            assert sum(found["loss_mask"]) == 100
+        assert turn["usage"]["completion_tokens"] == 100
+        assert not solver.log.generations
 
 
 async def test_what_an_address_of_a_model_shows_is_of_that_model(shared: Scene) -> None:
