@@ -87,17 +87,25 @@ class PoolChoice:
         """Return the adapter that `model` names, or None, in a request whose path names the pool or a session of it.
 
         Raises:
-            BadRequest: it is the name of another pool's model.
+            BadRequest: it is the name of another pool's model, or of an adapter that only another pool has.
         """
-        if self._pools.named and model != models.DEFAULT:
-            named = self._pools.find(model)
-            if named is None:
-                await self._learn()
-                named = next(iter(self._by_names(model) or ()), None)
-            if named is not None and named is not pool:
-                own = pool.name or models.DEFAULT
-                raise BadRequest(f"the path is for the model {own!r}, and the request names {model[:SHOWN]!r}")
-        return await self._adapter(pool, model, key)
+        if not self._pools.named:
+            return await self._adapter(pool, model, key)
+        other = self._pools.find(model)
+        if other is None:
+            await self._learn()
+            names = pool.names | {models.DEFAULT}
+            own = model in names or models.adapter_of(model, names) is not None
+            other = pool if own else (self._by_names(model) or (None, None))[0]
+        if other is None or other is pool:
+            adapter = await self._adapter(pool, model, key)
+            if adapter is not None or other is pool:
+                return adapter
+            other = next((each for each in self._pools if each.fleet.adapter_of(model) is not None), None)
+            if other is None:
+                return None
+        own_name = pool.name or models.DEFAULT
+        raise BadRequest(f"the path is for the model {own_name!r}, and the request names {model[:SHOWN]!r}")
 
     async def _adapter(self, pool: ModelPool, model: str, key: bytes | None) -> str | None:
         """Return the adapter that `model` names, or None, in a request for this pool. It answers to any name, because

@@ -258,6 +258,35 @@ async def test_a_worker_is_named_only_below_its_own_model(shared: Scene) -> None
     assert len((await shared.router.ask("GET", "/workers")).json()["workers"]) == 2
 
 
+async def test_an_adapter_of_another_model_is_never_answered_by_base_weights() -> None:
+    simulated: Any = {"tokenizer": checkpoint(), "weight_version": "1", "enable_lora": True}
+    async with (
+        SimulatedWorker(**simulated, model_path="org/base") as solver,
+        SimulatedWorker(**simulated, model_path="org/base") as coder,
+        running_router(**settings(hf_checkpoint=checkpoint())) as router,
+    ):
+        made = await registered(router, solver, coder)
+        for trial, name in ((made.solver, "proofs"), (made.coder, "tests")):
+            adapter = {"lora_name": name, "lora_path": "/x"}
+            assert (await trial.ask("POST", "/load_lora_adapter", adapter)).status == 200
+        for trial, name, other in ((made.solver, "proofs", "tests"), (made.coder, "tests", "proofs")):
+            session = await trial.create()
+            for model in (name, f"default:{name}", f"org/base:{name}", f"any:{name}"):
+                with case(name, model):
+                    assert (await trial.turn(session, [user("Hi")], model=model)).status == 200
+                    assert trial.worker.log.generations[-1].lora_path == name
+            asked = len(trial.worker.log.generations)
+            for model in (other, f"any:{other}"):
+                with case(name, model):
+                    refused = await trial.turn(session, [user("Hi")], model=model)
+                    assert (refused.status, refused.error_type) == (400, "invalid_request"), refused.body
+            assert len(trial.worker.log.generations) == asked
+            for model in ("org/base", "any", "default"):
+                with case(name, model):
+                    assert (await trial.turn(session, [user("Hi")], model=model)).status == 200
+                    assert trial.worker.log.generations[-1].lora_path is None
+
+
 async def test_the_path_names_the_model_of_a_body_that_cannot_be_read(shared: Scene) -> None:
     packed, headers = gzip.compress(b'{"text": "Hi"}'), [("Content-Encoding", "gzip")]
     below = await shared.coder.ask("POST", "/tokenize", packed, headers)
