@@ -129,7 +129,11 @@ class ModelPool:
             NoWorkerAvailable: the adapter is not known, and the list of a worker that applies adapters is not
                 either.
         """
-        if adapter in self.fleet.adapter_names or adapter in await self.adapters(key):
+        if adapter in self.fleet.adapter_names:
+            return True
+        if self.fleet.all_reported and not self.fleet.applies_adapters:
+            return False  # without a question for each name that an agent makes up
+        if adapter in await self.adapters(key):
             return True
         self.see_told()
         return False

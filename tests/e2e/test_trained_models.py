@@ -258,6 +258,13 @@ async def test_a_worker_is_named_only_below_its_own_model(shared: Scene) -> None
     assert len((await shared.router.ask("GET", "/workers")).json()["workers"]) == 2
 
 
+async def test_a_name_that_an_agent_makes_up_is_no_question_to_workers(shared: Scene) -> None:
+    for trial in (shared.solver, shared.coder):
+        session, asked = await trial.create(), len(trial.worker.log.at("/v1/models"))
+        assert (await trial.turn(session, [user("Hi")], model="gpt-4")).status == 200
+        assert len(trial.worker.log.at("/v1/models")) == asked
+
+
 async def test_an_adapter_of_another_model_is_never_answered_by_base_weights() -> None:
     simulated: Any = {"tokenizer": checkpoint(), "weight_version": "1", "enable_lora": True}
     async with (
