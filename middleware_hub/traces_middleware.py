@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 try:
     from opentelemetry.trace import Tracer
@@ -30,6 +31,7 @@ class TracesMiddleware:
         self._exporter = span_exporter()
         self._counts = router.publish("traces", SpanStatistics())
         self._tracer: Tracer | None = None
+        self._heard: set[str] = set()  # the mounts of the models whose sessions are ended here
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -41,12 +43,16 @@ class TracesMiddleware:
         provider = tracer_provider(self._exporter, ids, self._counts)
         self._tracer = provider.get_tracer("miles-router")
         self._episodes = Episodes(self._tracer, ids)
-        self.router.on_session_end.append(self._episodes.end)
+        self._hear(self.router)
         try:
             yield
         finally:
-            self._episodes.end()
+            self._episodes.end_all()
             await shut_down(provider)
+
+    def _hear(self, router: Router) -> None:
+        self._heard.add(router.mount)
+        router.on_session_end.append(partial(self._episodes.end, mount=router.mount))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace a request. The request is unchanged except for the trace headers that engines get."""
@@ -54,6 +60,8 @@ class TracesMiddleware:
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
+        if exchange.pool is not None and exchange.mount not in self._heard:
+            self._hear(self.router.of_model(exchange.pool))
         turn = TracedTurn(self._tracer, self._episodes, exchange)
         status = 0
         problem: str | None = "internal_error"

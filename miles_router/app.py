@@ -42,7 +42,7 @@ from miles_router.middlewares.contract import (
     HasMetrics,
     HasOwners,
 )
-from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
+from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, each_once, load_middlewares
 from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
@@ -107,7 +107,7 @@ def create_app(
     routers: dict[str | None, Router] = {None: router}
     routers |= {name: pools.named_as(name).router for name in pools.trained}
     outermost, layers_of = build_stack(dispatch, loaded, routers)
-    layers = [*dict.fromkeys(chain.from_iterable(layers_of.values()))]
+    layers = each_once(chain.from_iterable(layers_of.values()))
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in role.first_workers(config):
@@ -285,9 +285,9 @@ async def _looking_after(
 def _register_metrics(
     metrics: Metrics, routers: Mapping[str | None, Router], layers_of: Mapping[str | None, Sequence[ASGIApp]]
 ) -> None:
-    shared = {*layers_of[None]}
+    shared = {*map(id, layers_of[None])}
     for model, router in routers.items():
-        own = [layer for layer in layers_of[model] if model is None or layer not in shared]
+        own = [layer for layer in layers_of[model] if model is None or id(layer) not in shared]
         router.collectors += [each for layer in own if isinstance(layer, HasMetrics) for each in layer.metrics()]
     others = {model: router.collectors for model, router in routers.items() if model is not None}
     for collector in grouped(routers[None].collectors, others):

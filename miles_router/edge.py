@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -17,8 +18,10 @@ from miles_router.asgi.origin import check_origin
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decode_path
 from miles_router.errors import ClientDisconnected, InternalError, RouterError, UnknownModel, UpstreamBroken
+from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
+from miles_router.middlewares.loading import each_once
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
 from miles_router.settings.trained_models import MOUNT, mount_of
@@ -65,12 +68,12 @@ class RouterApp:
         self._access_log = config.access_log
         self._metrics = router.metrics
         self._owners = router.owners
-        self._restoring = {
+        self._restoring: dict[str | None, list[Restores]] = {
             model: [each for each in entrance.layers if router.store is not None and isinstance(each, Restores)]
             for model, entrance in entrances.items()
         }
-        if len(entrances) > 1:  # the body may name any of the models
-            self._restoring[None] = [*dict.fromkeys(each for found in self._restoring.values() for each in found)]
+        #: Where the body may name any of the models.
+        self._restoring_any = each_once(chain.from_iterable(self._restoring.values()))
 
     def running(self) -> AbstractAsyncContextManager[Any]:
         """Return a context manager inside which health checks and middlewares run, for use without an ASGI server."""
@@ -131,18 +134,21 @@ class RouterApp:
 
     def _here(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Answer a request in this process."""
-        if self._restoring[scope[SCOPE_KEY].pool]:
-            return self._restore_and_enter(scope, receive, send)
+        model, path = _trained(scope), scope["path"]
+        any_model = model is None and not path.startswith(SESSION_PREFIX)
+        if restoring := self._restoring_any if any_model else self._restoring[model]:
+            return self._restore_and_enter(restoring, scope, receive, send)
         return self._enter(scope)(scope, receive, send)
 
-    async def _restore_and_enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _restore_and_enter(
+        self, restoring: Sequence[Restores], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Let middlewares restore state, such as a session, that the path or headers of the request name.
 
         This precedes the key check, because a session's own key is known only after the session is restored.
         """
-        model = scope[SCOPE_KEY].pool
-        if not self._entrances[model].access_rules.lacks_key(scope["path"], scope["headers"]):
-            for layer in self._restoring[model]:
+        if not self._entrances[_trained(scope)].access_rules.lacks_key(scope["path"], scope["headers"]):
+            for layer in restoring:
                 await layer.restore(scope)
         await self._enter(scope)(scope, receive, send)
 
@@ -154,7 +160,7 @@ class RouterApp:
             ForeignOrigin: no key is required, and a web page of another origin sent the request.
             BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
-        access_rules = self._entrances[scope[SCOPE_KEY].pool].access_rules
+        access_rules = self._entrances[_trained(scope)].access_rules
         rule = access_rules.of(scope["path"])
         if access_rules.lacks_key(scope["path"], scope["headers"]):
             access_rules.authorize(rule, scope["path"], scope["headers"])
@@ -172,7 +178,7 @@ class RouterApp:
             ForeignOrigin: no key is required, and a web page of another origin sent the request.
             BodyTooLarge: the announced body exceeds `--max-request-bytes`.
         """
-        entrance = self._entrances[scope[SCOPE_KEY].pool]
+        entrance = self._entrances[_trained(scope)]
         rule = entrance.access_rules.of(scope["path"])
         scope["headers"] = entrance.access_rules.authorize(rule, scope["path"], scope["headers"])
         if rule.cross_origin_methods is not None and not rule.key.required:
@@ -204,6 +210,13 @@ class RouterApp:
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
+
+
+def _trained(scope: Scope) -> str | None:
+    """Return the trained model that a request is for; None for the default model, or where the body decides. A request
+    that another process did not take comes a second time, with the model that its body names."""
+    exchange = scope[SCOPE_KEY]
+    return exchange.pool if exchange.mount else None
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:

@@ -294,8 +294,8 @@ class EpisodeRoutes:
 
 
 def _pauses(router: Router) -> list[dict[str, Any]]:
-    """Return the periods in which each pool's gate was closed, oldest first."""
-    gates = [(name, fleet.gate) for name, fleet in router.fleets.items()]
+    """Return the periods in which each pool's gate was closed, oldest first; of a further trained model, its own."""
+    gates = [(name, each.gate) for name, each in router.fleets.items() if not router.mount or each is router.fleet]
     every = ({**each._asdict(), "model_id": name or None} for name, gate in gates for each in gate.times())
     return sorted(every, key=lambda each: each["start"])
 

@@ -29,13 +29,25 @@ MAX_ADDED = 2
 
 
 class ProbeComparison:
-    """The result of the comparison with one engine process. It is stored with the engine's facts."""
+    """The result of the comparison of one tokenizer with one engine process."""
 
     def __init__(self) -> None:
         self.attempts = 0
         self.settled = False
         self.difference: str | None = None
         self.task: asyncio.Task[None] | None = None
+
+
+class ProbeComparisons:
+    """The results for one engine process, by the router's tokenizer; they are stored with the engine's facts. A worker
+    is compared with the tokenizer of its own model and with those of the trained models that it teaches."""
+
+    def __init__(self) -> None:
+        self._by_encoder: dict[TextEncoder, ProbeComparison] = {}
+
+    def of(self, encoder: TextEncoder) -> ProbeComparison:
+        """Return the result for the tokenizer of this encoder, which the first call creates."""
+        return self._by_encoder.setdefault(encoder, ProbeComparison())
 
 
 class TokenizerAgreement:
@@ -76,7 +88,8 @@ class TokenizerAgreement:
         """
         router = self._router.of_model(model)
         if model not in self._others:
-            self._others[model] = TokenizerAgreement(router, self._encoder)
+            own = router is self._router
+            self._others[model] = self if own else TokenizerAgreement(router, self._encoder)
         other = self._others[model]
         await other._settle_all(None)
         return [*other._reasons(other._barred())]
@@ -94,7 +107,7 @@ class TokenizerAgreement:
             fleet.facts_listeners.remove(self._compare_soon)
             others = [worker for other in self._others.values() for worker in other._router.pool]
             for worker in [*fleet.pool, *others]:
-                comparison = _comparison_of(worker)
+                comparison = self._comparison_of(worker)
                 if comparison is not None and comparison.task is not None:
                     await cancelled(comparison.task)
 
@@ -131,17 +144,21 @@ class TokenizerAgreement:
         return [
             worker
             for worker in self._differing
-            if (comparison := _comparison_of(worker)) is not None and comparison.difference
+            if (comparison := self._comparison_of(worker)) is not None and comparison.difference
         ]
 
     def _reasons(self, workers: Iterable[Worker]) -> Iterable[str]:
         for worker in sorted(workers, key=lambda worker: worker.url):
-            if (comparison := _comparison_of(worker)) is not None:
+            if (comparison := self._comparison_of(worker)) is not None:
                 yield f"{worker.url} {comparison.difference}"
+
+    def _comparison_of(self, worker: Worker) -> ProbeComparison | None:
+        """Return the comparison with the worker's current engine process; None while its facts are unknown."""
+        return None if worker.facts is None else worker.facts.learned(ProbeComparisons).of(self._encoder)
 
     def _is_settled(self, worker: Worker) -> bool:
         """Return whether a request no longer has to wait for this worker's comparison."""
-        comparison = _comparison_of(worker)
+        comparison = self._comparison_of(worker)
         if comparison is None:
             return worker in self._unknown
         return comparison.task is None and (comparison.settled or comparison.attempts >= ATTEMPTS)
@@ -152,17 +169,17 @@ class TokenizerAgreement:
             await self._router.fleet.facts(worker.url)
         if worker.facts is None:
             self._unknown = {each for each in self._unknown if self._router.pool.find(each.url) is each} | {worker}
-        comparison = _comparison_of(worker)
+        comparison = self._comparison_of(worker)
         if comparison is not None and comparison.task is not None:
             await asyncio.wait({comparison.task})
-            comparison = _comparison_of(worker)
+            comparison = self._comparison_of(worker)
         if comparison is not None and not self._is_settled(worker):
             await asyncio.wait({comparison.task or self._start(worker, comparison, key, final=True)})
 
     def _compare_soon(self, worker: Worker) -> None:
         """Start the comparison once the worker's facts are known, unless it runs or is done."""
         self._unknown.discard(worker)
-        comparison = _comparison_of(worker)
+        comparison = self._comparison_of(worker)
         if comparison is not None and comparison.task is None and not self._is_settled(worker):
             self._start(worker, comparison, None, final=False)
 
@@ -222,11 +239,6 @@ class TokenizerAgreement:
             f"{len(self._ids)}), so its ids mean other texts. Give both the same tokenizer files and a "
             "transformers release that loads them correctly; if the tokenizer has code, set --trust-remote-tokenizer"
         )
-
-
-def _comparison_of(worker: Worker) -> ProbeComparison | None:
-    """Return the comparison with the worker's current engine process; None while its facts are unknown."""
-    return None if worker.facts is None else worker.facts.learned(ProbeComparison)
 
 
 def _path(facts: Facts) -> str | None:

@@ -51,27 +51,36 @@ class Episodes:
         self._open: OrderedDict[str, tuple[Span, int]] = OrderedDict()
         self._texts: OrderedDict[str, SpanContext] = OrderedDict()
 
-    def enter(self, session: str, began_ns: int) -> Context:
-        """Count a turn of a session that began at this Unix time in nanoseconds, and return the parent of its span."""
-        span, turns = self._open.pop(session, (None, 0))
+    def enter(self, session: str, began_ns: int, mount: str = "") -> Context:
+        """Count a turn of a session that began at this Unix time in nanoseconds, and return the parent of its span.
+        `mount` is that of the session's model: equal names of two models are two sessions."""
+        name = _name(session, mount)
+        span, turns = self._open.pop(name, (None, 0))
         if span is None:
-            self._ids.session = session
+            self._ids.session = name
             try:
                 about = {"session.id": session}
                 span = self._tracer.start_span("episode", Context(), attributes=about, start_time=began_ns)
             finally:  # a sampler that is not ours may raise
                 self._ids.session = None
-        self._open[session] = span, turns + 1
+        self._open[name] = span, turns + 1
         if len(self._open) > MAX_EPISODES:
-            self.end(next(iter(self._open)))
+            self._end(next(iter(self._open)))
         return set_span_in_context(span, Context())
 
-    def end(self, session: str | None = None) -> None:
-        """End the span of a session, or of all sessions. Do nothing for an unknown session."""
-        for each in [*self._open] if session is None else {session} & self._open.keys():
-            span, turns = self._open.pop(each)
-            span.set_attribute("miles_router.turns", turns)
-            span.end()
+    def end(self, session: str, mount: str = "") -> None:
+        """End the span of a session. Do nothing for an unknown session."""
+        if (name := _name(session, mount)) in self._open:
+            self._end(name)
+
+    def end_all(self) -> None:
+        for each in [*self._open]:
+            self._end(each)
+
+    def _end(self, name: str) -> None:
+        span, turns = self._open.pop(name)
+        span.set_attribute("miles_router.turns", turns)
+        span.end()
 
     def generated(self, rid: str, first: SpanContext) -> None:
         """Record the first turn of the text to which the generation `rid` belongs."""
@@ -82,3 +91,7 @@ class Episodes:
     def first_turn(self, rid: str | None) -> SpanContext | None:
         """Return the first turn of the text that contains the generation `rid`; None if it is unknown."""
         return None if rid is None else self._texts.get(rid)
+
+
+def _name(session: str, mount: str) -> str:
+    return f"{mount}/sessions/{session}" if mount else session

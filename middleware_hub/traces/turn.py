@@ -57,7 +57,7 @@ class TracedTurn:
         if trace.get_current_span(parent).get_span_context().is_valid:
             pass
         elif self._session is not None:
-            parent = self._episodes.enter(self._session, began_ns)
+            parent = self._episodes.enter(self._session, began_ns, self._exchange.mount)
         elif (first := self._episodes.first_turn(read.get("continues"))) is not None:
             self._first, parent = first, trace.set_span_in_context(trace.NonRecordingSpan(first), Context())
         self._span = self._tracer.start_span("turn", parent, trace.SpanKind.SERVER, start_time=began_ns)

@@ -96,7 +96,8 @@ class Admin:
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
-        await self.registry.remove(url_of(arguments).url, drain=_flag(arguments, "drain"))
+        _, worker = self._pools.holding(url_of(arguments).url, self._pools.seen_in(request.scope))
+        await self.registry.remove(worker.url, drain=_flag(arguments, "drain"))
         return Json({"status": "success", "worker_urls": self._in_flight(request)})
 
     async def list_workers(self, request: Request) -> Response:
@@ -134,7 +135,22 @@ class Admin:
         )
 
     async def info(self, request: Request) -> Response:
-        return Json(await self.shown())
+        shown, pool = await self.shown(), Exchange.of(request.scope).pool
+        return Json(shown if pool is None else self._of_model(self._pools.named_as(pool), shown))
+
+    def _of_model(self, pool: ModelPool, shown: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `GET /router/info` shows below the path of a model, made of what it shows of all."""
+        own, suffix = shown["pools"][pool.name], f":{pool.name}"
+        statistics = {name: each for name, each in shown["statistics"].items() if name.endswith(suffix)}
+        return {
+            **shown,
+            **self._counts([pool]),
+            "weight_version": own["weight_version"],
+            "gate": own["gate"],
+            "pools": {pool.name: own},
+            "workers": [worker.describe() for worker in pool.fleet.pool],
+            "statistics": {name.removesuffix(suffix): each for name, each in statistics.items()},
+        }
 
     async def described(self) -> dict[str, Any]:
         """Return what `GET /router/info` shows of this process."""
@@ -226,7 +242,7 @@ class Admin:
         return self._router.metrics.render()
 
     async def engine_metrics(self, request: Request) -> Response:
-        text = await self._router.control.engine_metrics(self._pools.workers)
+        text = await self._router.control.engine_metrics(self._workers(request))
         return Response(text, media_type=MEDIA_TYPE)
 
     # What they share
@@ -234,7 +250,8 @@ class Admin:
     def _named(self, request: Request) -> tuple[ModelPool, Worker]:
         """Return the pool and the worker that the path names, by id or by percent-encoded URL."""
         name: str = request.path_params["id"]
-        return self._pools.holding(parse_worker_url(name).url if ":" in name else name)
+        url_or_id = parse_worker_url(name).url if ":" in name else name
+        return self._pools.holding(url_or_id, self._pools.seen_in(request.scope))
 
     def _routers(self) -> list[tuple[str, Router]]:
         """Return the handles of the models with middlewares, each with the suffix for the names of its statistics."""

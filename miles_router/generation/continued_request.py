@@ -141,6 +141,7 @@ class ContinuedRequest:
             works = []
             for generation in generations:
                 exchange = Exchange(self.exchange.request_id, max_answer_bytes=self.exchange.max_answer_bytes)
+                exchange.pool, exchange.mount = self.exchange.pool, self.exchange.mount
                 exchange.adapter = self.exchange.adapter
                 exchange.routing.aborted = self.exchange.routing.aborted
                 exchange.routing.group = self.exchange.routing.group

@@ -9,7 +9,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.errors import ConfigError
@@ -22,6 +22,8 @@ CAPABILITIES = (
     *("lifespan", "routes", "admin_routes", "open_routes", "data_paths", "key_of", "owner_name", "metrics", "restore"),
 )
 REQUIRED: Any = inspect.Parameter.empty
+
+Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,9 @@ def build_stack(
     Args:
         routers: the handle of each model with middlewares; None is the default model. A class with `one_model` is
             built for each model; the models share the others.
+
+    Raises:
+        ConfigError: a middleware does not accept its options or its model.
     """
     layers: dict[str | None, list[ASGIApp]] = {model: [] for model in routers}
     app = innermost
@@ -181,12 +186,29 @@ def build_stack(
         shared = app = each.cls(inside, router=router, **each.options)
         built = dict.fromkeys(routers, shared)
         if getattr(shared, "one_model", False):
-            others = {model: other for model, other in routers.items() if model is not None}
-            built |= {model: each.cls(inside, router=other, **each.options) for model, other in others.items()}
+            built |= {model: _built_for(model, each, inside, other) for model, other in routers.items() if model}
             app = _OfOneModel(built, inside)
         for model, layer in built.items():
             layers[model].insert(0, layer)
     return app, layers
+
+
+def _built_for(model: str, loaded: LoadedMiddleware, app: ASGIApp, router: Router) -> ASGIApp:
+    """Return a middleware of a further model.
+
+    Raises:
+        ConfigError: the class does not accept this model. The message names it.
+    """
+    try:
+        return loaded.cls(app, router=router, **loaded.options)
+    except ConfigError as error:
+        raise ConfigError(f"trained_models: {model}: {error}") from None
+
+
+def each_once(layers: Iterable[Layer]) -> list[Layer]:
+    """Return the layers without repetitions. Only the same object is a repetition: a middleware's own equality does
+    not count."""
+    return [*{id(each): each for each in layers}.values()]
 
 
 class _OfOneModel:

@@ -32,17 +32,18 @@ class PoolChoice:
             NoWorkerAvailable: it may name an adapter, and no worker reports which ones there are.
         """
         path = scope["path"]
-        model, key = self._model(scope, body), first_header(scope["headers"], AUTHORIZATION)
-        if exchange.mount or path.startswith(SESSION_PREFIX):
-            pool = self._pools.default if exchange.pool is None else self._pools.of_id(exchange.pool)
+        key, default = first_header(scope["headers"], AUTHORIZATION), self._pools.default
+        within = bool(exchange.mount) or path.startswith(SESSION_PREFIX)
+        pool = default if exchange.pool is None else self._pools.of_id(exchange.pool)
+        model = self._model(scope, body, pool if within or not self._pools.named else None)
+        if within:
             adapter = None if model is None else await self._within(pool, model, key)
         elif model is None:
             pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
         elif self._pools.named:
             pool, adapter = await self._find(model)
         else:
-            pool, adapter = self._pools.default, await self._adapter(self._pools.default, model, key)
-        default = self._pools.default
+            adapter = await self._adapter(pool, model, key)
         if pool is not default and not exchange.mount:
             exchange.pool = pool.name
             if pool.name in self._pools.trained:
@@ -58,11 +59,12 @@ class PoolChoice:
             return body  # engines accept any base model name without a colon
         return models.with_model(body, spelled)
 
-    def _model(self, scope: Scope, body: bytes) -> str | None:
+    def _model(self, scope: Scope, body: bytes, only: ModelPool | None) -> str | None:
+        """Return the model that a body names. `only`: the pool that takes the request, whatever the body names."""
         headers = scope["headers"]
         kind = first_header(headers, b"content-type") or b""
         if body and (first_header(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
-            if not self._pools.named and self._pools.default.fleet.applies_none:
+            if only is not None and only.fleet.applies_none:
                 return None
             raise BadRequest("the model in this body cannot be read: send it as uncompressed JSON")
         model = models.model_of(body, read_json)
@@ -78,22 +80,32 @@ class PoolChoice:
             return pool, None
         if model == models.DEFAULT:
             return self._pools.meant(models.MODEL), None
-        for each in self._pools:
-            await each.learn()  # before the search: a name of two pools' models must be found in both
+        await self._learn()
         return self._by_names(model) or await self._by_adapter(model)
 
     async def _within(self, pool: ModelPool, model: str, key: bytes | None) -> str | None:
         """Return the adapter that `model` names, or None, in a request whose path names the pool or a session of it.
 
         Raises:
-            BadRequest: it is the name of another pool's model.
+            BadRequest: it is the name of another pool's model, or of an adapter that only another pool has.
         """
-        if self._pools.named and model != models.DEFAULT:
-            named = self._pools.find(model) or next(iter(self._by_names(model) or ()), None)
-            if named is not None and named is not pool:
-                own = pool.name or models.DEFAULT
-                raise BadRequest(f"the path is for the model {own!r}, and the request names {model[:SHOWN]!r}")
-        return await self._adapter(pool, model, key)
+        if not self._pools.named:
+            return await self._adapter(pool, model, key)
+        other = self._pools.find(model)
+        if other is None:
+            await self._learn()
+            names = pool.names | {models.DEFAULT}
+            own = model in names or models.adapter_of(model, names) is not None
+            other = pool if own else (self._by_names(model) or (None, None))[0]
+        if other is None or other is pool:
+            adapter = await self._adapter(pool, model, key)
+            if adapter is not None or other is pool:
+                return adapter
+            other = next((each for each in self._pools if each.fleet.adapter_of(model) is not None), None)
+            if other is None:
+                return None
+        own_name = pool.name or models.DEFAULT
+        raise BadRequest(f"the path is for the model {own_name!r}, and the request names {model[:SHOWN]!r}")
 
     async def _adapter(self, pool: ModelPool, model: str, key: bytes | None) -> str | None:
         """Return the adapter that `model` names, or None, in a request for this pool. It answers to any name, because
@@ -107,6 +119,11 @@ class PoolChoice:
             if await pool.has_had(name, key):
                 return name
         return None
+
+    async def _learn(self) -> None:
+        """Learn every pool's names before a search: a name of two pools' models must be found in both."""
+        for each in self._pools:
+            await each.learn()
 
     def _by_names(self, model: str) -> tuple[ModelPool, str | None] | None:
         """Return the only pool whose model has this name, or is the base of the adapter in it; None if several

@@ -129,7 +129,11 @@ class ModelPool:
             NoWorkerAvailable: the adapter is not known, and the list of a worker that applies adapters is not
                 either.
         """
-        if adapter in self.fleet.adapter_names or adapter in await self.adapters(key):
+        if adapter in self.fleet.adapter_names:
+            return True
+        if self.fleet.all_reported and not self.fleet.applies_adapters:
+            return False  # without a question for each name that an agent makes up
+        if adapter in await self.adapters(key):
             return True
         self.see_told()
         return False
@@ -331,13 +335,13 @@ class Pools:
     def workers(self) -> list[Worker]:
         return [worker for pool in self for worker in pool.fleet.pool]
 
-    def holding(self, name: str) -> tuple[ModelPool, Worker]:
-        """Return the worker with this normalized URL or id, and its pool.
+    def holding(self, name: str, among: Iterable[ModelPool] | None = None) -> tuple[ModelPool, Worker]:
+        """Return the worker with this normalized URL or id, and its pool. `among`: the pools to look at; None: all.
 
         Raises:
             NotFound: no such worker is registered.
         """
-        for pool in self:
+        for pool in self if among is None else among:
             for worker in pool.fleet.pool:
                 if name in (worker.url, worker.address.id):
                     return pool, worker

@@ -22,6 +22,7 @@ from miles_router.errors import BadRequest, ConfigError
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.reach.route import LONGEST, PATH
 from miles_router.settings.keys import key_problem
+from miles_router.settings.trained_models import MOUNT
 
 #: The environment variable with the clients' key.
 KEY = "MILES_ROUTER_API_KEY"
@@ -182,7 +183,9 @@ def _address(outside: Outside) -> Finding:
     with suppress(BadRequest):
         told = parse_worker_url(found[1].decode("latin-1")).url if found else None
     if told != outside.url:
-        text = f"sessions would send agents elsewhere; set --public-url {outside.url} (POST {PATH}: {answer.shown})"
+        mount = re.search(f"{MOUNT}[^/]+$", told or "")  # of one of several trained models: not part of the setting
+        public = outside.url.removesuffix(mount[0] if mount else "")
+        text = f"sessions would send agents elsewhere; set --public-url {public} (POST {PATH}: {answer.shown})"
         return Finding(FAILURE, "base_url", text)
     return Finding(OK, "base_url", "sessions send agents to this address")
 

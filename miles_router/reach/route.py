@@ -45,8 +45,9 @@ class Reach:
             raise Unavailable(f"{MOST} requests to {PATH} run already; repeat later")
         self._running += 1
         try:
-            received = len(await Exchange.of(scope).read(receive))
-            told = {"received": received, "base_url": base_url(scope, self._public_url)}
+            exchange = Exchange.of(scope)
+            received = len(await exchange.read(receive))
+            told = {"received": received, "base_url": base_url(scope, self._public_url) + exchange.mount}
             with Watch(receive):
                 await asyncio.sleep(delay)
             events = _events(told, seconds, max(every, SHORTEST))

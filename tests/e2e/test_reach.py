@@ -74,6 +74,15 @@ async def test_an_address_has_many_spellings() -> None:
         assert findings["base_url"][0] == "ok"
 
 
+async def test_an_address_of_a_trained_model_is_that_of_its_sessions() -> None:
+    for public, level in ((None, "ok"), ("https://rollouts.example.com", "FAIL")):
+        settings = {"model_id": "solver", "trained_models": ("coder=/c",), "public_url": public}
+        async with running_router(**settings) as router:
+            _, findings = await found(f"{router.url}/models/coder", "--idle", "0.5", "--body", "0.1")
+        assert findings["base_url"][0] == level
+    assert f"set --public-url {router.url} (" in findings["base_url"][1]
+
+
 async def test_what_answers_without_a_key_and_a_wrong_address_are_named() -> None:
     async with running_router(public_url="https://rollouts.example.com", max_request_bytes=10_000) as router:
         status, findings = await found(router.url, "--idle", "0.5", "--body", "1", key=None)

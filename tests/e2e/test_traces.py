@@ -16,6 +16,7 @@ from miles_router.app import create_app
 from miles_router.errors import ConfigError
 from miles_router.settings.config import DASHBOARD, TRACES, MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
+from tests.e2e import test_trained_models as trained
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
 from tests.support.collector import CollectedSpan, Collector
 from tests.support.fleet import gate, held, posting
@@ -163,6 +164,21 @@ async def test_a_session_is_one_trace(stage: Stage, collector: Collector) -> Non
     assert (episode.parent, episode.attributes) == ("", {"session.id": session, "miles_router.turns": 2})
     assert episode.start <= turns[0].start <= turns[1].end <= episode.end
     assert len(collector.spans("episode")) == 1
+
+
+async def test_sessions_of_two_models_are_two_traces_and_each_ends_with_its_own(collector: Collector) -> None:
+    async with trained.scene(otel=True) as made:
+        for trial in (made.solver, made.coder):
+            await trial.create("same")
+            await trial.chat("same", [user(SECRET)])
+        turns = await collector.come("turn", 2)
+        assert len({turn.trace for turn in turns}) == 2
+        for ended, trial in enumerate((made.coder, made.solver), 1):
+            assert (await trial.ask("DELETE", "/sessions/same")).status == 204
+            await collector.come("episode", ended)
+        episodes = collector.spans("episode")
+    assert [each.trace for each in episodes] == [turn.trace for turn in reversed(turns)]
+    assert [each.attributes["session.id"] for each in episodes] == ["same", "same"]
 
 
 def check_turns(trial: SessionTrial, session: str, turns: list[CollectedSpan], collector: Collector) -> None:

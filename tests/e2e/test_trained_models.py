@@ -3,25 +3,33 @@ tokenizer, below `/models/MODEL_ID/`."""
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import pytest
 
 from miles_router.client import RouterClient
 from miles_router.errors import ConfigError
+from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, Trial, checkpoint, exactly_recorded
 from tests.support.fleet import JSON, info
 from tests.support.http import Pairs, RawReply
+from tests.support.layers import layered, ports, post, process_at, written
+from tests.support.owned import name_of
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_apis import BOTH, PLAIN, Api, case
 from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, exactly, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
 
 SOLVER, CODER = "solver", "coder"
 BELOW = f"/models/{CODER}"
@@ -49,6 +57,9 @@ class Scene:
         below: Any = Below(router)
         self.coder = SessionTrial(below, [coder])
 
+    async def statistics(self) -> dict[str, Any]:
+        return dict((await info(self.router))["statistics"])
+
     def texts(self, name: str) -> Trial:
         return Trial(self.solver.router if name == SOLVER else self.coder.router, self.workers[name])
 
@@ -67,7 +78,7 @@ def settings(**more: Any) -> dict[str, Any]:
 async def workers_of() -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
     async with (
         SimulatedWorker(tokenizer=qwen3(), weight_version="1") as solver,
-        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as coder,
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="C1") as coder,
     ):
         yield solver, coder
 
@@ -166,11 +177,44 @@ async def test_a_paused_model_does_not_stop_the_other(shared: Scene) -> None:
     try:
         assert shared.workers[CODER].log.at("/pause_generation")
         assert not shared.workers[SOLVER].log.at("/pause_generation")
+        for trial, paused in ((shared.coder, [CODER]), (shared.solver, [CODER, SOLVER])):
+            pauses = (await trial.ask("GET", "/router/run")).json()["pauses"]
+            assert [each["model_id"] for each in pauses if each["end"] is None] == paused[:1]
+            assert {each["model_id"] for each in pauses} <= {*paused}
         await shared.solver.chat(await shared.solver.create(), [user("Hi")])
     finally:
         assert (await shared.coder.ask("POST", "/continue_generation", {})).status == 200
     wrong = await shared.coder.ask("POST", f"/pause_generation?model_id={SOLVER}", {})
     assert (wrong.status, "leave model_id out" in wrong.json()["error"]["message"]) == (400, True)
+
+
+async def test_what_a_pause_cut_is_continued_by_the_same_model() -> None:
+    slow: Any = {"tokenizer": checkpoint(), "token_latency_s": 0.002, "stop_probability": 0.0}
+    async with (
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as solver,
+        SimulatedWorker(**slow, weight_version="C1", seed=2) as coder,
+        running_router(**settings(hf_checkpoint=checkpoint(), partial_rollout="resume")) as router,
+    ):
+        made = await registered(router, solver, coder)
+        session = await made.coder.create()
+        texts = {"max_new_tokens": 100, "ignore_eos": True}
+        works = [
+            asyncio.ensure_future(made.coder.turn(session, [user("Hi")], max_tokens=100, ignore_eos=True)),
+            asyncio.ensure_future(made.texts(CODER).post("/generate", {"text": "Hi", "sampling_params": texts})),
+        ]
+        await until(lambda: len([each for each in coder.engine.running.values() if each.output_ids]) == 2, "both run")
+        assert (await made.coder.ask("POST", "/pause_generation", {"mode": "abort"})).status == 200
+        renamed = {"new_version": "C2", "abort_all_requests": False}
+        assert (await made.coder.ask("POST", "/update_weight_version", renamed)).status == 200
+        assert (await made.coder.ask("POST", "/continue_generation", {})).status == 200
+        turn, text = [work.json() for work in await asyncio.gather(*works)]
+        (sample,) = await made.coder.samples(session)
+        retrieved = await made.texts(CODER).retrieve(rid=text["meta_info"]["id"])
+        for found in (sample, retrieved):
+            assert [each["version"] for each in found["weight_versions"]] == ["C1", "C2"]
+            assert sum(found["loss_mask"]) == 100
+        assert turn["usage"]["completion_tokens"] == 100
+        assert not solver.log.generations
 
 
 async def test_what_an_address_of_a_model_shows_is_of_that_model(shared: Scene) -> None:
@@ -188,14 +232,85 @@ async def test_what_an_address_of_a_model_shows_is_of_that_model(shared: Scene) 
     assert ids[CODER]
     assert ids[SOLVER]
     assert ids[CODER] & ids[SOLVER] <= {"same"}
-    told = (await info(shared.router))["statistics"]
+    told = await shared.statistics()
     assert told[f"openai_sessions:{CODER}"]["turns"] > 0
+    below = (await shared.coder.ask("GET", "/router/info")).json()
+    assert (below["weight_version"], below["workers_total"], [*below["pools"]]) == ("C1", 1, [CODER])
+    assert [each["url"] for each in below["workers"]] == [shared.workers[CODER].url]
+    assert below["statistics"]["openai_sessions"]["turns"] > 0
+    assert not [name for name in below["statistics"] if ":" in name]
     text = (await shared.router.ask("GET", "/metrics")).body.decode()
     lines = [line for line in text.splitlines() if line.startswith("miles_router_sessions_turns_total")]
-    assert sorted(line.rpartition(" ")[0] for line in lines) == [
-        "miles_router_sessions_turns_total",
-        'miles_router_sessions_turns_total{model_id="coder"}',
-    ]
+    assert {CODER in line for line in lines} == {True, False}, "each model has lines of its own"
+
+
+async def test_a_worker_is_named_only_below_its_own_model(shared: Scene) -> None:
+    others = shared.workers[SOLVER].url
+    ids = {each["url"]: each["id"] for each in (await shared.router.ask("GET", "/workers")).json()["workers"]}
+    for name in (ids[others], quote(others, safe="")):
+        for method in ("GET", "DELETE"):
+            with case(method, name):
+                assert (await shared.coder.ask(method, f"/workers/{name}")).status == 404
+                assert (await shared.router.ask("GET", f"/workers/{name}")).json()["url"] == others
+    own = quote(shared.workers[CODER].url, safe="")
+    assert (await shared.coder.ask("GET", f"/workers/{own}")).json()["model_id"] == CODER
+    assert (await shared.coder.ask("POST", "/remove_worker", {"url": others})).status == 404
+    assert len((await shared.router.ask("GET", "/workers")).json()["workers"]) == 2
+
+
+async def test_a_name_that_an_agent_makes_up_is_no_question_to_workers(shared: Scene) -> None:
+    for trial in (shared.solver, shared.coder):
+        session, asked = await trial.create(), len(trial.worker.log.at("/v1/models"))
+        assert (await trial.turn(session, [user("Hi")], model="gpt-4")).status == 200
+        assert len(trial.worker.log.at("/v1/models")) == asked
+
+
+async def test_an_adapter_of_another_model_is_never_answered_by_base_weights() -> None:
+    simulated: Any = {"tokenizer": checkpoint(), "weight_version": "1", "enable_lora": True}
+    async with (
+        SimulatedWorker(**simulated, model_path="org/base") as solver,
+        SimulatedWorker(**simulated, model_path="org/base") as coder,
+        running_router(**settings(hf_checkpoint=checkpoint())) as router,
+    ):
+        made = await registered(router, solver, coder)
+        for trial, name in ((made.solver, "proofs"), (made.coder, "tests")):
+            adapter = {"lora_name": name, "lora_path": "/x"}
+            assert (await trial.ask("POST", "/load_lora_adapter", adapter)).status == 200
+        for trial, name, other in ((made.solver, "proofs", "tests"), (made.coder, "tests", "proofs")):
+            session = await trial.create()
+            for model in (name, f"default:{name}", f"org/base:{name}", f"any:{name}"):
+                with case(name, model):
+                    assert (await trial.turn(session, [user("Hi")], model=model)).status == 200
+                    assert trial.worker.log.generations[-1].lora_path == name
+            asked = len(trial.worker.log.generations)
+            for model in (other, f"any:{other}"):
+                with case(name, model):
+                    refused = await trial.turn(session, [user("Hi")], model=model)
+                    assert (refused.status, refused.error_type) == (400, "invalid_request"), refused.body
+            assert len(trial.worker.log.generations) == asked
+            for model in ("org/base", "any", "default"):
+                with case(name, model):
+                    assert (await trial.turn(session, [user("Hi")], model=model)).status == 200
+                    assert trial.worker.log.generations[-1].lora_path is None
+
+
+async def test_the_path_names_the_model_of_a_body_that_cannot_be_read(shared: Scene) -> None:
+    packed, headers = gzip.compress(b'{"text": "Hi"}'), [("Content-Encoding", "gzip")]
+    below = await shared.coder.ask("POST", "/tokenize", packed, headers)
+    assert "model in this body" not in below.body.decode()
+    at_root = await shared.solver.ask("POST", "/tokenize", packed, headers)
+    assert (at_root.status, "model in this body" in at_root.body.decode()) == (400, True)
+
+
+async def test_a_model_with_another_tokenizer_is_no_teacher_of_the_other(shared: Scene) -> None:
+    for trial, teacher in ((shared.solver, CODER), (shared.coder, SOLVER)):
+        with case(teacher):
+            session = await trial.create()
+            await trial.chat(session, [user("Hi")])
+            reply = await trial.ask("POST", f"/sessions/{session}/samples", {"format": "json", "teacher": teacher})
+            assert (reply.status, reply.error_type) == (409, "conflict"), reply.body
+            assert shared.workers[teacher].url in reply.body.decode()
+            assert (await trial.turn(session, [user("Ho")])).status == 200, "as the model's own worker it agrees"
 
 
 async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> None:
@@ -203,6 +318,26 @@ async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> No
         with case(path):
             answer = await shared.router.ask("POST", path, JSON, b"{}")
             assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@dataclass
+class Equal:
+    """A middleware that is a dataclass: it has an equality of its own, and no hash."""
+
+    app: ASGIApp
+    router: Router = field(kw_only=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+async def test_a_middleware_needs_no_hash() -> None:
+    equal = MiddlewareSpec(f"{__name__}.{Equal.__name__}")
+    async with workers_of() as (solver, _):
+        for more in ({}, settings()):
+            layers = (*more.get("middlewares", ()), equal, equal)
+            async with running_router(solver.url, **{**more, "middlewares": layers}) as router:
+                assert (await router.ask("POST", "/generate", JSON, json.dumps(HI).encode())).status == 200
 
 
 async def test_the_client_speaks_to_one_model(shared: Scene) -> None:
@@ -229,6 +364,9 @@ async def test_sessions_and_texts_of_each_model_survive_a_restart(tmp_path: Path
             texts = [await made.texts(name).retrieve(rid=rid) for name, rid in zip(made.workers, rids, strict=True)]
         async with running_router(**settings(**more)) as router:
             made = Scene(router, solver, coder)
+            assert (await made.solver.samples("same")) == [before[0]]
+            held = await made.statistics()
+            assert (held["openai_sessions"]["sessions"], held[f"openai_sessions:{CODER}"]["sessions"]) == (1, 0)
             for trial, sample in zip((made.solver, made.coder), before, strict=True):
                 listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
                 assert [each["session_id"] for each in listed] == ["same"]
@@ -239,6 +377,37 @@ async def test_sessions_and_texts_of_each_model_survive_a_restart(tmp_path: Path
             await made.coder.chat("same", history)
             (sample,) = await made.coder.samples("same")
             assert sample["tokens"][: len(before[1]["tokens"])] == before[1]["tokens"]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["lost", "kept"])
+async def test_sessions_of_a_killed_process_are_lost_or_kept_for_each_model(tmp_path: Path, *, kept: bool) -> None:
+    more = {"state_dir": str(tmp_path / "state")} if kept else {}
+    given = {"hf_checkpoint": checkpoint(), "model_id": SOLVER, "trained_models": [f"{CODER}={checkpoint()}"]}
+    config = written(tmp_path, ((SESSIONS, {}),), **given, **more)
+    lost, other = (name_of(index, 2, "agent") for index in range(2))
+    async with (
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as solver,
+        SimulatedWorker(tokenizer=checkpoint(), weight_version="C1", seed=2) as coder,
+        layered(config, solver) as router,
+    ):
+        own = await ports(router)
+        assert (await post(own[0].url, f"{BELOW}/workers", {"url": coder.url})).status == 201
+        before = {}
+        for mount in ("", BELOW):
+            for name in (lost, other):
+                made = (await post(own[1].url, f"{mount}/sessions", {"session_id": name})).json()
+                assert urlsplit(made["owner_url"]).path == mount
+                turn = {"model": "any", "messages": [user("Hi")], "max_tokens": 4}
+                assert (await post(own[0].url, f"{mount}/sessions/{name}{CHAT}", turn)).status == 200
+                before[mount, name] = await post(own[1].url, f"{mount}/sessions/{name}/samples", {"format": "json"})
+            listed = (await own[1].ask("GET", f"{mount}/sessions")).json()["sessions"]
+            assert {each["session_id"] for each in listed} == {lost, other}
+        await router.kill(await process_at(router, own[0]))
+        await router.whole()
+        for each in own:
+            for (mount, name), sample in before.items():
+                found = await post(each.url, f"{mount}/sessions/{name}/samples", {"format": "json"})
+                assert found.body == sample.body if kept or name == other else found.status == 410
 
 
 async def test_a_sessions_key_opens_that_session_of_its_model_alone() -> None:
@@ -265,6 +434,12 @@ async def test_before_its_first_worker_a_model_has_sessions_and_no_answers() -> 
         by_name = await made.router.ask("POST", "/generate", JSON, b'{"model": "coder", "text": "Hi"}')
         assert by_name.status == 503
         assert not solver.log.generations
+
+
+async def test_a_checkpoint_that_cannot_be_read_is_named_with_its_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^trained_models: coder: hf_checkpoint: cannot load a tokenizer from"):
+        async with running_router(**settings(trained_models=(f"{CODER}={tmp_path}",))):
+            pass
 
 
 @pytest.mark.parametrize(
