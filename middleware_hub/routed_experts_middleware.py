@@ -1,4 +1,4 @@
-"""RoutedExpertsMiddleware: keeps the experts that routed each token, for replay in training (R3)."""
+"""RoutedExpertsMiddleware: keeps the experts to which each token was routed, for replay in training (R3)."""
 
 from __future__ import annotations
 
