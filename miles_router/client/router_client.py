@@ -169,7 +169,7 @@ class RouterClient(FleetControl):
         start: int = 0,
         stop: int | None = None,
     ) -> ShapedRows:
-        """Return the experts to which each token of one rollout was routed, unsigned integers [stop - start, layers, top_k].
+        """Return the experts of each token of one rollout, unsigned integers [stop - start, layers, top_k].
         Row i is about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
 
         Args:
