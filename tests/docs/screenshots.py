@@ -112,11 +112,12 @@ async def pictures_of_run(browser: Browser, url: str) -> None:
 
         while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
             await asyncio.sleep(1)  # the router is asked
-        episodes = (await ask("/router/episodes?limit=200"))["episodes"]
-        shown = next(each for each in episodes if each["turns"] > 1 and each["state"] != "running")
+        while not (shown := [each for each in (await ask("/router/episodes"))["episodes"] if each["turns"] > 1]):
+            await asyncio.sleep(1)  # a trainer deletes the sessions that it has read
+        shown = shown[0]
         listed = f"#/episodes?group={quote(shown['group'])}" if shown["group"] else "#/episodes"
         places = ("#/fleet", listed, f"#/episodes/{quote(shown['id'])}", "#/run")
-        for name, address in zip(VIEWS, places, strict=True):
+        for name, address in sorted(zip(VIEWS, places, strict=True)):
             _, prepare, height = VIEWS[name]
             async with dashboard(browser, url, address, width=WIDTH, height=height) as page:
                 await prepare(page)
