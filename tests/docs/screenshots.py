@@ -112,9 +112,11 @@ async def pictures_of_run(browser: Browser, url: str) -> None:
 
         while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
             await asyncio.sleep(1)  # the router is asked
-        while not (shown := [each for each in (await ask("/router/episodes"))["episodes"] if each["turns"] > 1]):
-            await asyncio.sleep(1)  # a trainer deletes the sessions that it has read
-        shown = shown[0]
+        longer: list[Any] = []
+        while not longer:  # a trainer deletes the sessions that it has read
+            await asyncio.sleep(1)
+            longer = [each for each in (await ask("/router/episodes"))["episodes"] if each["turns"] > 1]
+        shown = longer[0]
         listed = f"#/episodes?group={quote(shown['group'])}" if shown["group"] else "#/episodes"
         places = ("#/fleet", listed, f"#/episodes/{quote(shown['id'])}", "#/run")
         for name, address in sorted(zip(VIEWS, places, strict=True)):
