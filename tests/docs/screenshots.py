@@ -35,7 +35,7 @@ from tests.support.waiting import until
 
 WIDTH, HEIGHT = 1280, 1150
 #: Weight versions that a run has had before its pictures are taken; `make train TRAIN='--task lookup'` makes 10.
-UPDATES = 8
+UPDATES = 6
 Shot = Callable[[Browser, Path], Awaitable[list[bytes]]]
 
 
