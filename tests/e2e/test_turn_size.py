@@ -45,7 +45,7 @@ BOUNDS: dict[tuple[str, bool, str], Size] = {
     (CHAT, True, "cut"): Size(149, 3133, 27, 30),
     (COMPLETIONS, False, "plain"): Size(84, 486, 2, 4),
     (COMPLETIONS, False, "cut"): Size(111, 1305, 5, 10),
-    (COMPLETIONS, True, "plain"): Size(87, 1119, 14, 15),
+    (COMPLETIONS, True, "plain"): Size(88, 1119, 14, 15),
     (COMPLETIONS, True, "cut"): Size(110, 1619, 10, 14),
     (MESSAGES, False, "plain"): Size(99, 586, 2, 6),
     (MESSAGES, False, "cut"): Size(145, 2023, 11, 18),
