@@ -120,7 +120,7 @@ class RadixTreeMiddleware:
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         if asks_for_evaluation(scope["headers"]):
-            self.router.owners.prefer(scope)
+            self.router.owners.prefer_home(scope)
             self.cache.statistics.passed_through["evaluation"] += 1
             tap = EvaluationTap(send, self.router, exchange, body)
             await tap.call(self.app, scope, replay(body, receive))
@@ -134,7 +134,7 @@ class RadixTreeMiddleware:
         except InvalidTrajectory as error:
             raise BadRequest(f"input_ids: {error}") from None  # an engine's process ends over such ids
         except (NotRecordable, UnknownShape) as error:
-            self.router.owners.prefer(scope)
+            self.router.owners.prefer_home(scope)
             self.cache.statistics.passed_through[error.reason] += 1
             await self.app(scope, replay(body, receive), send)
             return

@@ -79,7 +79,7 @@ class TextHolders:
         if owner is not None:
             raise Elsewhere(owner)
         if not most and not self._owners.is_forwarded(scope):
-            self._owners.prefer(scope)
+            self._owners.prefer_home(scope)
 
     async def ask(self, scope: Scope, texts: Sequence[str]) -> Answers:
         """Return what each process has of the texts. Raises the same errors as `require`, except Elsewhere."""

@@ -49,9 +49,10 @@ class Admin:
         self.registry = WorkerRegistry(pools, registrations)
         self._router = pools.default.router
         self._stack = stack
-        #: Sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` sets merged ones.
-        self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
-        self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
+        #: The sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` replaces them by
+        #: functions that merge the answers of all processes.
+        self.metrics_text: Callable[[], Awaitable[bytes]] = self.own_metrics
+        self.info_fields: Callable[[], Awaitable[dict[str, Any]]] = self.described
         self._started = time.time()
 
     def open_routes(self) -> list[BaseRoute]:
@@ -89,7 +90,7 @@ class Admin:
     async def _lacks(self, worker: Worker) -> Sequence[str]:
         """Return the flags that a worker's engine should have been started with; empty if it does not answer soon."""
         with suppress(NotFound, TimeoutError):
-            pool, _ = self._pools.holding(worker.url)
+            pool, _ = self._pools.find_worker(worker.url)
             facts = pool.fleet.facts(worker.url)
             return (await tasks.within(self._router.config.health_check_timeout, facts, name="facts")).lacks or ()
         return ()
@@ -124,17 +125,17 @@ class Admin:
     # The router itself
 
     async def health(self, request: Request) -> Response:
-        return Json({"status": "ok", **self._counts(self._pools.seen_in(request.scope))})
+        return Json({"status": "ok", **self._counts(self._pools.selected_by_path(request.scope))})
 
     async def readiness(self, request: Request) -> Response:
-        pools = self._pools.seen_in(request.scope)
+        pools = self._pools.selected_by_path(request.scope)
         ready = any(pool.fleet.snapshot.generating for pool in pools)
         return Json(
             {"status": "ready" if ready else "no routable worker", **self._counts(pools)}, 200 if ready else 503
         )
 
     async def info(self, request: Request) -> Response:
-        return Json(await self.shown())
+        return Json(await self.info_fields())
 
     async def described(self) -> dict[str, Any]:
         """Return what `GET /router/info` shows of this process."""
@@ -166,7 +167,7 @@ class Admin:
         if tokens is None and sessions and held:
             tokens = -(-held // sessions)
         sizes = [unit.capacity for unit in units]
-        shown = await self.shown()
+        shown = await self.info_fields()
         gate = shown["pools"][pool.name]["gate"] if pool.name in shown.get("pools", ()) else shown["gate"]
         room = None if tokens is None else pool.fleet.pool.admission.count(tokens)
         return Json(
@@ -219,7 +220,7 @@ class Admin:
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self.shown_metrics(), media_type=MEDIA_TYPE)
+        return Response(await self.metrics_text(), media_type=MEDIA_TYPE)
 
     async def own_metrics(self) -> bytes:
         """Return what `GET /metrics` shows of this process."""
@@ -234,15 +235,15 @@ class Admin:
     def _named(self, request: Request) -> tuple[ModelPool, Worker]:
         """Return the pool and the worker that the path names, by id or by percent-encoded URL."""
         name: str = request.path_params["id"]
-        return self._pools.holding(parse_worker_url(name).url if ":" in name else name)
+        return self._pools.find_worker(parse_worker_url(name).url if ":" in name else name)
 
     def _routers(self) -> list[tuple[str, Router]]:
         """Return the handles of the models with middlewares, each with the suffix for the names of its statistics."""
-        trained = [(f":{name}", self._pools.named_as(name).router) for name in sorted(self._pools.trained)]
+        trained = [(f":{name}", self._pools[name].router) for name in sorted(self._pools.trained)]
         return [("", self._router), *trained]
 
     def _workers(self, request: Request) -> list[Worker]:
-        return [worker for pool in self._pools.seen_in(request.scope) for worker in pool.fleet.pool]
+        return [worker for pool in self._pools.selected_by_path(request.scope) for worker in pool.fleet.pool]
 
     def _in_flight(self, request: Request) -> dict[str, int]:
         return {worker.url: worker.in_flight for worker in self._workers(request)}
@@ -257,7 +258,7 @@ class Admin:
                 "workers_routable": len(pool.fleet.pool.routable),
             }
             for pool in self._pools
-            if pool.peopled
+            if pool.selectable
         }
 
     def _counts(self, pools: Sequence[ModelPool]) -> dict[str, int]:

@@ -68,7 +68,7 @@ class Call:
             action = Abort("")  # ending a group aborts its generations
         for worker, engine in await self._engines(self.fleet.pool):
             try:
-                requested = engine.pause_told(action) if isinstance(action, Pause) else action
+                requested = engine.supported_pause(action) if isinstance(action, Pause) else action
                 self._in_engine_form(engine, requested)
                 if isinstance(requested, FLAG_DEPENDENT):
                     engine.order(requested)  # the engine has the route, but its flags may disable the action

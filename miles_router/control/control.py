@@ -127,7 +127,7 @@ class Control:
         does."""
         return await self._send_action(Pause(mode), request_id)
 
-    async def go_on(self, request_id: str) -> FleetAnswer:
+    async def continue_generation(self, request_id: str) -> FleetAnswer:
         return await self._send_action(Continue(), request_id)
 
     async def abort(self, rid: str, request_id: str) -> FleetAnswer:

@@ -278,8 +278,8 @@ class Engine(ABC):
         request = next((each for each in cls.control if each.path == path), None)
         return None if request is None else request.read(arguments)
 
-    def pause_told(self, pause: Pause) -> Pause:
-        """Return the pause to send; its mode is replaced if this engine lacks it (`pauses`)."""
+    def supported_pause(self, pause: Pause) -> Pause:
+        """Return the pause to send to this engine; `pauses` replaces a mode that the engine does not have."""
         return Pause(self.pauses.get(pause.mode, pause.mode))
 
     @staticmethod

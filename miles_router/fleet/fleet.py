@@ -177,7 +177,7 @@ class Fleet:
         it never released. A registered worker already sleeps."""
         if self.pause is not None:
             engine = await self.engine(new_worker)
-            await self._send_order(new_worker, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
+            await self._send_order(new_worker, engine.order(engine.supported_pause(self.pause)), "the fleet is paused")
         if self.memory_orders and not self._is_registered(new_worker.address) and new_worker.url not in self.slept:
             self.slept.add(new_worker.url)
             try:

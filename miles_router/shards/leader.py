@@ -248,7 +248,7 @@ class LeaderRole(ProcessRole):
         control = pool.router.control
         return {
             **dump_fleet(pool.fleet),
-            "peopled": pool.peopled,
+            "selectable": pool.selectable,
             "may_silence": control.may_silence,
             "sent": control.sent,
         }
@@ -309,7 +309,7 @@ class LeaderRole(ProcessRole):
                 logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
                 self._on_replaced()
                 return
-            self._pools.layered |= fields["layered"]
+            self._pools.one_model_only |= fields["one_model_only"]
             self._merged_view.stack = fields["stack"]
             state = json.loads(message.blob) if message.blob else None
             term, number = fields["at"]

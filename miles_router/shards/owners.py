@@ -74,7 +74,7 @@ class ShardOwners(Owners):
         finally:
             await self._forwarding.close()
 
-    async def answer(
+    async def answer_or_forward(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
         hop = pop_hop(scope)
@@ -160,20 +160,20 @@ class ShardOwners(Owners):
         if owner is not None:
             raise Elsewhere(owner)
 
-    def prefer(self, scope: Scope) -> None:
+    def prefer_home(self, scope: Scope) -> None:
         key = self._affinity.key_from_headers(scope["path"], scope["headers"])
         owner = None if key is None or ANSWER_HERE in scope["extensions"] else self._home_of(scope, key)
         if owner is not None:
             raise Elsewhere(owner, needed=False)
 
-    def is_asked(self, scope: Scope) -> bool:
+    def asked_by_other_process(self, scope: Scope) -> bool:
         return hop_of(scope) == ASK
 
     def is_forwarded(self, scope: Scope) -> bool:
         return ANSWER_HERE in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
-        return () if self.is_asked(scope) else self._shard.others
+        return () if self.asked_by_other_process(scope) else self._shard.others
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str

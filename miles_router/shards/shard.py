@@ -155,7 +155,7 @@ class ShardRole(ProcessRole):
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         self._pools = pools
         self.membership.store = pools.default.router.store
-        self.membership.join_fields = {"layered": pools.layered, "stack": self._stack}
+        self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._stack}
         self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
             yield
@@ -174,8 +174,8 @@ class ShardRole(ProcessRole):
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
         apply_fleet(record, fleet, lambda: next(self._numbers))
-        pool.peopled |= record["peopled"]
-        self._pools.named |= pool.peopled and bool(pool.name)
+        pool.selectable |= record["selectable"]
+        self._pools.named |= pool.selectable and bool(pool.name)
         control.leader_may_silence = record["may_silence"]
         if control.sent != record["sent"]:
             control.sent = record["sent"]

@@ -292,7 +292,7 @@ class DressageDialect:
         all_of_them = [told, *await self._sessions.store.owners.answers(request.scope)]
         summed = {name: sum(each[name] for each in all_of_them) for name in own}
         groups = {name for each in all_of_them for name in each["names"]}  # processes may share groups
-        named = {"names": sorted(groups)} if self._sessions.store.owners.is_asked(request.scope) else {}
+        named = {"names": sorted(groups)} if self._sessions.store.owners.asked_by_other_process(request.scope) else {}
         return as_response({**summed, "groups": len(groups), **named})
 
     def _groups(self) -> set[Name]:
@@ -326,7 +326,7 @@ class DressageDialect:
             named = await self._router.control.name_version(str(version), Exchange.of(request.scope).request_id)
             if named.status != 200:
                 return self._state_after(named.status, named.body)
-        answer = await self._router.control.go_on(Exchange.of(request.scope).request_id)
+        answer = await self._router.control.continue_generation(Exchange.of(request.scope).request_id)
         return self._state_after(answer.status, answer.body)
 
     def _state_after(self, status: int, body: bytes) -> Response:
