@@ -83,7 +83,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser with one flag per setting. Values stay text; `load` converts them like those of other sources."""
+    """Return a parser with one flag per setting. Values stay text; `load` converts them like values from other
+    sources."""
     made = _Parser(
         prog="miles-router",
         usage="miles-router [command] [options]",

@@ -138,7 +138,7 @@ class Conflict(BadRequest):
 
 
 class WeightsChanged(Conflict):
-    """Other weights than those that began an evaluation would sample its request, or have sampled a part of it."""
+    """The weights changed during an evaluation: this request would be sampled by other weights, or was in part."""
 
 
 class PolicyFault(InternalError):

@@ -88,8 +88,8 @@ def distribution(asked: AskedSampling | None, assumed: Sequence[Mapping[str, Any
     """Return the distribution of a turn, from its request's settings and the defaults that its engine may assume."""
     if asked is None:
         return Distribution("unknown_settings", 1.0)
-    divided_by = temperature(asked.said, *assumed)
-    reshaped = asked.reshaped_by or reshaped_by(asked.said, *assumed)
+    divided_by = temperature(asked.requested, *assumed)
+    reshaped = asked.reshaped_by or reshaped_by(asked.requested, *assumed)
     if reshaped is None and divided_by is None:
         reshaped = TEMPERATURE
     if reshaped is not None:
@@ -115,13 +115,13 @@ def comparable(
     spans: list[Span] = []
     excluded: Counter[str] = Counter()
     for turn in turns:
-        first, begin, told = turn.start + elsewhere.get(turn.number, 0), turn.start, distributions[turn]
+        first, begin, measured = turn.start + elsewhere.get(turn.number, 0), turn.start, distributions[turn]
         for piece in turn.pieces:
             start, stop = max(begin, first), min(begin + len(piece), turn.end)
             begin += len(piece)
             if start >= stop or piece.logprobs is None:
                 continue
-            obstacle = _obstacle(turn, piece.version, now, told)
+            obstacle = _obstacle(turn, piece.version, now, measured)
             if obstacle is not None or piece.version is None:
                 excluded[obstacle or "unknown_weights"] += stop - start
                 continue
@@ -129,11 +129,11 @@ def comparable(
             excluded["context"] += stop - within
             if start < within:
                 adapter = "" if turn.asked is None else turn.asked.adapter or ""
-                spans.append(Span(turn, start, within, piece.version, adapter, told.temperature))
+                spans.append(Span(turn, start, within, piece.version, adapter, measured.temperature))
     return Comparable(tuple(spans), {reason: count for reason, count in excluded.items() if count})
 
 
-def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Distribution) -> str | None:
+def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, measured: Distribution) -> str | None:
     if version is None or now is None:
         return "unknown_weights"
     if version != now:
@@ -142,4 +142,4 @@ def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Dis
         return "weights_changed_within"
     if any(held != version for held in turn.cache_versions):
         return "old_cache"
-    return told.obstacle
+    return measured.obstacle

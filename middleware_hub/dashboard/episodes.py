@@ -81,7 +81,8 @@ class Found(NamedTuple):
 
 
 class EpisodeRoutes:
-    """The handlers of these routes for one model; those of the default model answer for the others too."""
+    """The handlers of the episode routes for one model. The default model's handlers receive all requests, and pass a
+    request for another model to that model's handlers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -102,7 +103,11 @@ class EpisodeRoutes:
     def _of_model(
         self, answer: Callable[[EpisodeRoutes, Request], Awaitable[Response]], *, anywhere: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler for the model that the path names. With `anywhere`, other processes are asked too."""
+        """Return a handler that calls `answer` with the handlers of the model in the path.
+
+        Args:
+            anywhere: if this process does not have the episode, ask the other processes.
+        """
 
         async def answered(request: Request) -> Response:
             model = Exchange.of(request.scope).pool

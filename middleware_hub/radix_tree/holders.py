@@ -1,7 +1,7 @@
 """Find the process of a router that has recorded a text.
 
-Processes do not announce their texts. The process where a request lands asks all others, and the one that has most of
-the text answers the request. A generation is recorded before the last byte of its answer is sent, so a client that
+Processes do not announce their texts. The process where a request lands asks all others, and the process that has most
+of the text answers the request. A generation is recorded before the last byte of its answer is sent, so a client that
 knows the text always finds its record.
 """
 

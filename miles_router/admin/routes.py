@@ -84,8 +84,8 @@ class Admin:
 
     async def add_worker(self, request: Request) -> Response:
         worker = await self.registry.add(await _arguments(request))
-        said = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
-        return Json({"status": "success", "worker_urls": self._in_flight(request), **said})
+        missing_flags = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
+        return Json({"status": "success", "worker_urls": self._in_flight(request), **missing_flags})
 
     async def _lacks(self, worker: Worker) -> Sequence[str]:
         """Return the flags that a worker's engine should have been started with; empty if it does not answer soon."""

@@ -39,7 +39,7 @@ class Control:
         extra: Iterable[str] = (),
         read_timeout: float = BRIEF,
     ) -> None:
-        #: Every control request by its path: those of the setting `fan_out`, and those of engines.
+        #: Every control request by its path: the paths of the setting `fan_out`, and the control paths of engines.
         self.by_path: dict[str, ControlRequest] = {**{path: own_request(path) for path in extra}, **CONTROL}
         #: Middleware callbacks that end their part of a group when it is aborted.
         self.group_listeners = requests.group_listeners

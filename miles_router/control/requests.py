@@ -36,7 +36,8 @@ class Requests(Protocol):
     group_listeners: list[GroupListener]
 
     async def abort(self, rid: str | None) -> list[Aborted]:
-        """Mark the requests that an abort means (all for None) as aborted, and release those that wait at the gate."""
+        """Mark the requests that an abort means (all for None) as aborted, and release the ones that wait at the
+        gate."""
         ...
 
     async def end_group(self, group: str | int) -> GroupEnd:

@@ -22,7 +22,7 @@ MAX_NAMED = 8  # request ids listed in the answer to a flush
 
 
 async def pause(call: Call, action: Pause) -> list[Outcome]:
-    """Pause all workers or none: if a worker refuses, those that did pause are continued."""
+    """Pause all workers or none: if a worker refuses, the workers that paused are continued."""
     workers, fleet, before = call.workers(), call.fleet, call.fleet.pause
     mode = action.mode
     in_place = before is not None and before.mode == "in_place"

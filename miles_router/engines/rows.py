@@ -103,8 +103,11 @@ def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
 
 
 def rows_from_start(fields: RowFields, encoded: str, rows: int, start: int) -> str:
-    """Return the rows from `start` on. If the engine has no `start` field, it returned all `rows` rows and they are cut
-    here. Raises as `cut_rows`."""
+    """Return the rows from token `start` on, in base64 like the input.
+
+    An engine with a `start` field has already returned only these. Otherwise the engine returned all `rows` rows, and
+    this function cuts them. Raises the errors of `cut_rows`.
+    """
     return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
 
 

@@ -228,7 +228,7 @@ class Forwarder:
     def _record_names(
         self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
     ) -> None:
-        """Record the generation names that the workers get: the client's (`given`) or their replacements (`others`)."""
+        """Record the names (`rid`) that the workers get: `others`, or the client's names (`given`) if that is None."""
         if given:
             own = given if others is None else ()
             request.names = NameUse(self._used_names, workers, own, others or ())

@@ -135,7 +135,7 @@ class ContinuedRequest:
         Raises:
             UpstreamBroken: a worker was lost, and its generation must not look complete.
             ClientDisconnected: the client has disconnected.
-            WeightsChanged: the fleet has other weights than those that began an evaluation.
+            WeightsChanged: the evaluation began with other weights than the fleet has now.
         """
         with ExitStack() as stack:
             works = []

@@ -169,14 +169,14 @@ def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | Non
     Differences that `tokenizer_config.json` requests are allowed: the matching of added tokens, and the special tokens
     at the beginning and end of a text.
     """
-    told = settings.get("added_tokens_decoder")
+    saved = settings.get("added_tokens_decoder")
     alike = []
     here = loaded.get_added_tokens_decoder()
     for token, added in own.get_added_tokens_decoder().items():
         how = _found_by(here.get(token))
         if how == _found_by(added):
             alike.append(added.content)
-        elif how is None or how != _told(told.get(str(token)) if isinstance(told, dict) else None):
+        elif how is None or how != _told(saved.get(str(token)) if isinstance(saved, dict) else None):
             return f"has another added token {token} than {added.content!r}"
     text = probe_text(alike, usual=False)
     for part in (*text.split("\n"), text):

@@ -76,7 +76,7 @@ def first_prefix(line: Iterable[tuple[TrajectoryRows | None, int]]) -> RowPrefix
     """Return the first usable prefix among a trajectory's rows and its ancestors' rows.
 
     Args:
-        line: the trajectory's rows, then those of its ancestors, each with the number of prompt tokens it covers.
+        line: the trajectory's rows, then the rows of its ancestors, each with the number of prompt tokens it covers.
     """
     prefixes = (RowPrefix.of(each.rows, tokens) for each, tokens in line if each is not None)
     return next((prefix for prefix in prefixes if prefix is not None), None)

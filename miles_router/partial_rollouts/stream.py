@@ -83,7 +83,7 @@ class ResumableStream(ResumableRequest):
     async def emit(
         self, generation: ResumableGeneration, answer: Mapping[str, Any], *, until: int | None = None
     ) -> None:
-        """Send one event to the client, with the text up to `until`; in an incremental stream only what is new."""
+        """Send one event to the client, with the text up to `until`; in an incremental stream only the new part."""
         text = answer["text"][:until]
         shown = {**answer, "text": text}
         if generation.streams_deltas:

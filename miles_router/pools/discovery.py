@@ -1,4 +1,4 @@
-"""Discovery: adds the workers that sources list, and drains those that are listed no more."""
+"""Discovery: adds the workers that sources list, and drains workers that are not listed any more."""
 
 from __future__ import annotations
 

@@ -113,13 +113,13 @@ class ModelPool:
             if key != self._key:
                 self._key, self._withheld = key, Inquiry(lambda: self._ask_adapters(key))
             await self._withheld.answer()
-        told = [worker.adapters for worker in workers if worker.adapters is not None]
+        reported = [worker.adapters for worker in workers if worker.adapters is not None]
         if not workers:
             return {*self.fleet.adapter_names}
-        if not told and not all(worker.withholds_adapters for worker in self.fleet.alive):
+        if not reported and not all(worker.withholds_adapters for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
         # A worker that withholds its list from this client's key refuses the request too.
-        return set().union(*told)
+        return set().union(*reported)
 
     async def has_had(self, adapter: str, key: bytes | None = None) -> bool:
         """Return whether a worker has this adapter, or had it earlier in this run: the engine then loads it again or
@@ -164,10 +164,10 @@ class ModelPool:
         asked = [worker for worker in fleet.alive if key is None or worker.withholds_adapters]
         patience = IMPATIENCE if any(worker.adapters is not None for worker in asked) else None
         asking = (ask_for_adapters(fleet.probes, worker, patience, key) for worker in asked)
-        for worker, told in zip(asked, await asyncio.gather(*asking), strict=True):
-            if told is not None:
-                worker.adapters = told
-                fleet.note_adapters(told)
+        for worker, reported in zip(asked, await asyncio.gather(*asking), strict=True):
+            if reported is not None:
+                worker.adapters = reported
+                fleet.note_adapters(reported)
 
     async def _ask_facts(self) -> None:
         await asyncio.gather(*(self.fleet.facts(worker.url) for worker in self.fleet.alive))

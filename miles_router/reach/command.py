@@ -114,7 +114,7 @@ class Outside:
         """Return the whole answer to `POST /reach`.
 
         Raises:
-            Unreached: it did not come, or is not that of the router.
+            Unreached: no reply came, or the reply is not from the router.
         """
         answer = self.ask("POST", PATH + query, body, patience=patience)
         if answer.status != 200:
@@ -178,10 +178,10 @@ def _stream(outside: Outside) -> Finding:
 def _address(outside: Outside) -> Finding:
     answer = outside.probe()
     found = re.search(rb'"base_url":"([^"]+)"', answer.body)
-    told = None
+    reported = None
     with suppress(BadRequest):
-        told = parse_worker_url(found[1].decode("latin-1")).url if found else None
-    if told != outside.url:
+        reported = parse_worker_url(found[1].decode("latin-1")).url if found else None
+    if reported != outside.url:
         text = f"sessions would send agents elsewhere; set --public-url {outside.url} (POST {PATH}: {answer.shown})"
         return Finding(FAILURE, "base_url", text)
     return Finding(OK, "base_url", "sessions send agents to this address")

@@ -304,7 +304,7 @@ class LeaderRole(ProcessRole):
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.send("refused", reason=reason)
                 return
-            # This leader's clock is behind that of the previous leader.
+            # This leader's clock is behind the previous leader's clock.
             if fields["at"][0] > self.coordinator.leader.term:
                 logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
                 self._on_replaced()

@@ -61,7 +61,7 @@ class MergedView:
         described = await self._admin.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
-        described["statistics"] |= _statistics(replies)  # those of discovery are the leader's own
+        described["statistics"] |= _statistics(replies)  # statistics of discovery come from the leader itself
         for each in replies:
             for name, gate in each["gates"].items():
                 shown_gates = [described["gate"]] if name == self._pools.default.name else []

@@ -114,7 +114,7 @@ class Leader:
     Args:
         shards: how many there are.
         lease: seconds; infinite on one machine.
-        term: greater than that of every earlier leader.
+        term: greater than every earlier leader's term.
         first: there was no leader before.
         stored: ((term, number), state) of the last decision that the store knows.
         local: on one machine, where the parent sees an instance end before it starts the next.

@@ -95,7 +95,7 @@ class ShardRole(ProcessRole):
         )
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """Return none: the leader decides the workers."""
+        """Return no workers: the leader decides which workers there are."""
         return ()
 
     def pool(self, name: str, **settings: Any) -> WorkerPool:
@@ -235,7 +235,7 @@ async def request_leader(
     lost.
 
     Raises:
-        Unavailable: see `Membership.ask`.
+        Unavailable: as for `Membership.ask`.
     """
     fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
     for _ in range(REPEATS if method in READING else 0):
@@ -251,13 +251,13 @@ class Relay:
         self._membership = membership
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Relay one request. Raises the errors of `Membership.ask`."""
+        """Send one request to the leader, and its reply to the client. Raises the errors of `Membership.ask`."""
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         headers = [pair for pair in scope["headers"] if pair[0] not in EDGE_HEADERS]
         headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
         path = exchange.mount + scope["raw_path"].decode("latin-1")
         answer = await request_leader(self._membership, scope["method"], path, scope["query_string"], headers, body)
-        given = raw_headers(answer.fields["headers"])
-        await send({"type": "http.response.start", "status": answer.fields["status"], "headers": given})
+        replied = raw_headers(answer.fields["headers"])
+        await send({"type": "http.response.start", "status": answer.fields["status"], "headers": replied})
         await send({"type": "http.response.body", "body": answer.blob})

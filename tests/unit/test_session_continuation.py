@@ -470,7 +470,7 @@ def test_notes_say_where_ids_differ_from_those_of_the_whole_text(monkeypatch: py
     renderer = from_tokenizer(with_template(CHATML))
     encode_behind = renderer.encode_behind
     monkeypatch.setattr(renderer, "encode_behind", lambda text, token: [*encode_behind(text, token), 0])
-    assert "user: the ids differ from those of the whole text" in prove(renderer).notes
+    assert "user: the joined ids differ from the whole text's" in prove(renderer).notes
 
 
 def test_request_that_appends_too_many_messages_is_refused_first() -> None:

@@ -40,7 +40,7 @@ class Unusable(ValueError):
 
 
 class ProofFile:
-    """The file with the proof of one template. `subject` is everything beside code that its rendering depends on."""
+    """The file with the proof of one template. `subject` is everything except code that its rendering depends on."""
 
     def __init__(self, subject: Mapping[str, object]) -> None:
         content = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code_digest()]

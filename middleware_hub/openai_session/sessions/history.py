@@ -173,7 +173,7 @@ class SessionHistory:
         self.answers = RecordedAnswers()
         self._equal = equal
         self._children: list[list[Turn]] = []  # by the number of their parent
-        self._classified: list[Classification] = []  # of the first turns, up to the last one that was read
+        self._classified: list[Classification] = []  # of the first turns, up to the last turn that was classified
         self._root = HistoryNode({}, 0)
         self._ends: dict[Turn, HistoryNode] = {}
         self._messages: dict[bytes, Message] = {}  # every message of a request, by digest

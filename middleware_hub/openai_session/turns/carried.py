@@ -193,7 +193,8 @@ class CarriedTurn(ContinuedRequest):
         return rest_as_generate(answer)
 
     def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> AbstractContextManager[None]:
-        """Attach the row deliveries of a choice to the exchange of its attempts."""
+        """Inside the returned context, the layers that handle `exchange` deliver the rows of the choice (routed experts
+        and the like) to its `CarriedRows`."""
         return self._rows[generation.index].left_on(exchange)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:

@@ -335,7 +335,7 @@ class TurnRunner:
         asked = AskedSampling.of_chat(fields, (served, DEFAULT) if served else ())
         rendered = plan.request.prompt is not None or plan.request.path == paths.COMPLETIONS
         facts = {
-            SAMPLING: asked.said or None,
+            SAMPLING: asked.requested or None,
             RESHAPED_BY: asked.reshaped_by,
             UNRENDERED: None if rendered else ids_obstacle(fields),
         }

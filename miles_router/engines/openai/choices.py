@@ -121,8 +121,8 @@ class GrowingChoice(ABC):
         Raises:
             UnreadableAnswer: the value is not a list.
         """
-        told = choice.get("logprobs")
-        entries = told.get(name) if isinstance(told, Mapping) else told
+        found = choice.get("logprobs")
+        entries = found.get(name) if isinstance(found, Mapping) else found
         if entries is not None and not isinstance(entries, list):
             position = len(self.logprobs)
             raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are not a list")

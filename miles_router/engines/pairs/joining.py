@@ -129,7 +129,7 @@ def _complete_meta(
 
 
 def _set_first_version(meta: dict[str, Any], version: str) -> None:
-    """Set the weight version of the first token to `version`, that of the prefill half."""
+    """Set the weight version of the first token to `version`, which the prefill half has."""
     spans = meta.get(VERSIONS)
     if not spans or not spans[0]["end"] or spans[0]["version"] == version:
         return
