@@ -150,7 +150,7 @@ class RadixTreeMiddleware:
             before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
             exchange.routing.mark("read", mode="text", continues=None if before is None else before.rid)
             exchange.routing.mark("prompt", tokens=sum(map(len, ids)))
-            until_answered.enter_context(deliveries.left_on(exchange))
+            until_answered.enter_context(deliveries.attached_to(exchange))
             rollouts = until_answered.enter_context(self._rollouts.track(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0
             heartbeat = await until_answered.enter_async_context(Heartbeat(send, exchange, HeartbeatForm(), seconds))

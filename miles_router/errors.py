@@ -130,8 +130,8 @@ class RequestTimeout(BadRequest):
 
 
 class Conflict(BadRequest):
-    """The request does not fit the state of what it names: the session id is taken, the session is finalized, or the
-    group was aborted."""
+    """The request conflicts with the state of a session or group: the session id is taken, the session is finalized, or
+    the group was aborted."""
 
     status = 409
     type = "conflict"

@@ -6,7 +6,7 @@ unknown_settings        the sampling settings are not known: their generation is
                         of the router recorded it
 weights_changed_within  several versions sampled the turn, so its keys and values may be of any of them
 old_cache               sampled with keys and values that other weights computed
-reshaped_by_NAME        this setting changed the distribution that the logprobs are of
+reshaped_by_NAME        this setting changed the distribution from which the logprobs were computed
 unknown_adapter         the LoRA adapter that sampled them is not known
 context                 beyond the longest prompt that the engine accepts
 """
@@ -73,7 +73,7 @@ class Comparable(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """The distribution that a turn's logprobs are of.
+    """The distribution from which a turn's logprobs were computed.
 
     Attributes:
         obstacle: why it differs from the weights' own distribution; None if it does not, or only by the temperature.

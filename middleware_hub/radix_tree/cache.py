@@ -189,7 +189,7 @@ class RadixTreeCache:
 
     @contextmanager
     def eviction_paused(self) -> Iterator[None]:
-        """Evict nothing inside this context; evict what is over the budget at its exit."""
+        """Evict nothing inside this context; at its exit, evict entries until the cache is within its budget."""
         self._eviction_pauses += 1
         try:
             yield

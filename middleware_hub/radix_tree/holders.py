@@ -38,7 +38,7 @@ class Held(NamedTuple):
 
 #: For one text: ids of generations, each with a digest of its tokens.
 Spellings: TypeAlias = Sequence[tuple[str, str]]
-#: For each process, what it has of the texts in question. The asking process comes first, as None.
+#: For each process, its index and its records of the texts. The asking process comes first, with the index None.
 Answers: TypeAlias = list[tuple[int | None, list[Held]]]
 
 
@@ -50,7 +50,7 @@ class TextHolders:
         self._owners = owners
 
     async def look_up(self, texts: Sequence[str]) -> list[Held]:
-        """Return what this process has of each text.
+        """Return this process's record of each text, in the order of `texts`.
 
         Raises:
             StateError: the store cannot be read.
@@ -82,7 +82,7 @@ class TextHolders:
             self._owners.prefer_home(scope)
 
     async def ask(self, scope: Scope, texts: Sequence[str]) -> Answers:
-        """Return what each process has of the texts. Raises the same errors as `require`, except Elsewhere."""
+        """Return each process's records of the texts. Raises the same errors as `require`, except Elsewhere."""
         own: tuple[int | None, list[Held]] = (None, await self.look_up(texts))
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]

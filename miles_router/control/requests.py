@@ -42,7 +42,7 @@ class Requests(Protocol):
 
     async def end_group(self, group: str | int) -> GroupEnd:
         """End a group: its part in each middleware, and its requests. A request without an id that a worker knows is
-        broken off, which ends its generation too."""
+        aborted, which ends its generation too."""
         ...
 
     async def ids_at(self, url: str) -> Collection[str]:

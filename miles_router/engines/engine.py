@@ -36,8 +36,8 @@ ReadRank = Callable[[bytes], int | None]
 
 
 class CannotServe(ValueError):
-    """An error about a request that the engine would not answer as the client means it. The message names what it
-    lacks."""
+    """An error about a request that this engine cannot answer as the client intends. The message names the missing
+    feature or flag."""
 
 
 class RankWish(NamedTuple):

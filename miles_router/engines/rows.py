@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, goes_on, is_abort
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, is_abort, is_unfinished
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
 from miles_router.engines.writing import extended
@@ -204,7 +204,7 @@ class GenerateRows:
     def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
         """Return the last event of a generation, which has the rows. Earlier events repeat earlier tokens and are not
         parsed."""
-        if event.is_last or (not has_rows and goes_on(event.data)):
+        if event.is_last or (not has_rows and is_unfinished(event.data)):
             return None
         return RowAnswer.read(event.parse())
 

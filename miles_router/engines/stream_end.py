@@ -1,7 +1,7 @@
 """A check that a stream which passes unparsed contains the end of its answer. No I/O.
 
 Clients accept a stream that closes normally as a complete answer, even if parts are missing. Text inside an answer
-cannot look like an end marker: its quotes are escaped.
+cannot scan like an end marker: its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StreamEnd:
         self._done = path in DONE_PATHS
         self._last = b""
 
-    def look(self, piece: bytes) -> bool:
+    def scan(self, piece: bytes) -> bool:
         """Scan the next piece. Always return False: later pieces matter too."""
         seen = self._last + piece
         self.has_end = self.has_end or (self._mark is not None and self._mark.search(seen) is not None)
@@ -48,7 +48,7 @@ class StreamEnd:
         return False
 
     def missing(self) -> str | None:
-        """Return what a stream that has ended lacks, for an error message; None if it is complete."""
+        """Return the missing part of a stream that has ended, for an error message; None if the stream is complete."""
         if self._done and not self._last.rstrip().endswith(b"data: [DONE]"):
             return "'data: [DONE]'"
         if not self.has_end:

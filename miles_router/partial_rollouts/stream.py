@@ -50,7 +50,7 @@ class ResumableStream(ResumableRequest):
                 self._prepare_lost(running, opening.attempt)
                 lost = True
         if lost or opening.is_cut:
-            await self.carry_on([each for each in self.generations if each.is_cut])
+            await self.resume_generations([each for each in self.generations if each.is_cut])
             await opening.finish(LAST_EVENT)
 
     def _prepare_lost(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:

@@ -112,11 +112,11 @@ class Discovery:
 
     async def _read_again(self, first: asyncio.Event) -> None:
         while True:
-            await self.look()
+            await self.read_sources()
             first.set()
             await asyncio.sleep(self._interval)
 
-    async def look(self) -> None:
+    async def read_sources(self) -> None:
         """Read every source once, and add and drain workers accordingly."""
         for each, read in zip(self._reads, await asyncio.gather(*(each.update() for each in self._reads)), strict=True):
             if not read:

@@ -120,7 +120,7 @@ class Outside:
         if answer.status != 200:
             raise Unreached(answer.shown, refused=answer.status in REFUSALS)
         if not answer.body.startswith(b'data: {"received":') or not answer.body.endswith(b"data: [DONE]\n\n"):
-            raise Unreached("its answer is cut, or another server's")
+            raise Unreached("the answer is incomplete, or comes from another server")
         return answer
 
 

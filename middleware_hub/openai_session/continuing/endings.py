@@ -167,7 +167,7 @@ def strip_call_end(tail: str, ending: Ending) -> str | None:
     """Return a tail without the rest of a tool call, or None if that rest cannot be separated from the answer's end.
 
     Raises:
-        NotAppendOnly: the tail begins with another rest than the measured one.
+        NotAppendOnly: the tail does not begin with the rest of a call that was measured.
     """
     if ending.rest is None:
         return None

@@ -1,4 +1,4 @@
-"""The state of an episode under its contract: what is used, and which turns run. Pure, except for waiting."""
+"""The state of an episode under its contract: its used budget and its running turns. Pure, except for waiting."""
 
 from __future__ import annotations
 

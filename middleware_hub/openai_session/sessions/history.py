@@ -66,7 +66,7 @@ class HistoryMatch(NamedTuple):
         return (turn for node in self.nodes[-1] for turn in node.asked if turn.number < self.before)
 
     def divergence(self) -> tuple[int, Message | None, Message | None]:
-        """Return where the messages leave the tree.
+        """Find the first message that differs from the recorded messages.
 
         Returns:
             The number of matching messages, the latest recorded message behind them, and the message sent there. Either

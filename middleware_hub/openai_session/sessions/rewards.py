@@ -49,7 +49,7 @@ class SessionRewards:
     """The entries of one session."""
 
     def __init__(self) -> None:
-        #: Everything that was set, in order, with what was replaced later; the archive appends to it.
+        #: Every entry in the order of arrival, including replaced entries; the archive appends to it.
         self.log: list[RewardEntry] = []
         self._by_turn: dict[int, dict[object, RewardEntry]] = {}
 

@@ -360,7 +360,7 @@ class SessionStore:
             self._by_header.move_to_end(session.id)
 
     def account(self, session: Session, nbytes: int) -> None:
-        """Add `nbytes` to the size of a session and of the store."""
+        """Add `nbytes` (negative to subtract) to the size of a session and of the store."""
         if not session.ending.status.is_forgotten:
             session.nbytes += nbytes
             self.nbytes += nbytes

@@ -52,9 +52,9 @@ class CarriedRows:
         self._attempts = RowDeliveries({kind: RowDelivery(kind) for kind in deliveries})
         self._note(deliveries.take(index, tokens, rid))
 
-    def left_on(self, exchange: Exchange) -> AbstractContextManager[None]:
+    def attached_to(self, exchange: Exchange) -> AbstractContextManager[None]:
         """Attach the row deliveries of the resumed attempts to this exchange, inside the returned context."""
-        return self._attempts.left_on(exchange)
+        return self._attempts.attached_to(exchange)
 
     def renew(self) -> None:
         """Set the prefix of the next attempt to the rows received so far, some of which may have been dropped since."""

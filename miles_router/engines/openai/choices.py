@@ -287,7 +287,8 @@ class OpenAIEndpoint(Protocol):
         ...
 
     def shortfall(self, facts: Facts) -> str | None:
-        """Return what a record needs and the streams of this engine lack; None if nothing, or if not known yet."""
+        """Return the reason why streams of this engine cannot be recorded; None if they can, or if that is not known
+        yet."""
         ...
 
     @property

@@ -210,8 +210,8 @@ def _heads(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _unmatched(text: str, shown: _Shown) -> tuple[list[str], _Shown]:
-    """Return what remains of a text and of a message when the message's parts are found in the text in their order, up
-    to the first part that is not found."""
+    """Find the message's parts in the text, in their order, up to the first part that is missing. Return the rest of
+    the text and of the message."""
     parts, at = [*shown.texts, *shown.arguments], 0
     pieces: list[str] = []
     for place, part in enumerate(parts):
@@ -345,7 +345,7 @@ def _is_open(call: str) -> bool:
 
 
 def _begin_of_json(call: str) -> int:
-    """Return where the JSON of a call begins; -1 if there is none, or if the call's format is another one."""
+    """Return the index at which the JSON of a call begins; -1 if the call has no JSON, or another format."""
     begin = call.find("{")
     return -1 if _PARAMETER.search(call) or "(" in call[: max(0, begin)] else begin
 

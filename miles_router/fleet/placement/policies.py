@@ -117,7 +117,7 @@ class Checked:
         self._policy = policy
 
     def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
-        """Return what the policy chooses.
+        """Return the policy's choice.
 
         Raises:
             PolicyFault: the policy raised an exception, or returned something that is not a candidate.

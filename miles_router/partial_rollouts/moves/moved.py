@@ -137,7 +137,7 @@ class MovedAnswer(ResumableAnswer):
             facts = await self.services.router.fleet.facts(self._relocation.target)
         generation.cut(facts, answer["meta_info"]["finish_reason"])
         self.answers = [answer]
-        await self.carry_on([generation])
+        await self.resume_generations([generation])
 
     async def _send_again(self, error: Exception) -> None:
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
