@@ -206,7 +206,7 @@ class AnswerTap(Tap):
         """Compare the length of the prompt with the number of prompt tokens that the engine reports.
 
         Raises:
-            PromptNotRead: they differ.
+            PromptNotRead: the lengths differ.
         """
         given = len(self._prompts[self._request.prompt_of(generation)].trajectory)
         read = token_count(answer.get("meta_info")) if _has_begun(answer) else None

@@ -198,7 +198,7 @@ class Admin:
         }
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return the statistics that are not declared numbers, by group."""
+        """Return the published values that are not declared as metrics, by group; `numbers` has the others."""
         numbers = self.numbers()
         return {
             name: {each: value for each, value in shown.items() if each not in numbers.get(name, ())}

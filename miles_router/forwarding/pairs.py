@@ -352,7 +352,7 @@ class PairExchange:
         are unknown.
 
         Raises:
-            PairInterrupted: they changed.
+            PairInterrupted: the weights changed.
             UpstreamError: they changed in too many attempts.
         """
         worker = self._halves.prefill.worker

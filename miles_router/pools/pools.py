@@ -295,7 +295,7 @@ class Pools:
         """Return the pool of a control request, from its path or its parameter `model_id`. Raises like `of_id`.
 
         Raises:
-            BadRequest: they differ.
+            BadRequest: the path and `model_id` name different models.
         """
         named = exchange.pool
         if named is not None and model_id not in (None, named):

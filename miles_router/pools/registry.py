@@ -71,7 +71,7 @@ class WorkerRegistry:
         """Remove a worker. With `drain`, return when its last request has ended or it was registered again.
 
         Raises:
-            NotFound: it is not registered.
+            NotFound: the worker is not registered.
             StateError: the removal cannot be made durable.
         """
         gone = asyncio.Event()

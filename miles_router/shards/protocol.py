@@ -185,7 +185,7 @@ class Leader:
                 self._active[shard].revoked = False
 
     def record_end(self, shard: int, now: float) -> None:
-        """Record that no instance of a shard acts, as the process that starts instances reports."""
+        """Record a report of the supervisor: no instance of this shard acts any more."""
         self._ended.add(shard)
         if shard in self._active:
             self._active[shard].lease_ends_at = now

@@ -293,10 +293,10 @@ class SessionStore:
         self._check_room()
 
     def _check_count(self, *, running: bool) -> None:
-        """Evict sessions until there is room for another one.
+        """Evict sessions that only a header created, until there is room for another session.
 
         Raises:
-            TooManySessions: there is no room.
+            TooManySessions: no session can be evicted.
         """
         while len(self._sessions) >= self.bounds.sessions and self._evict("max_sessions", running=running):
             pass

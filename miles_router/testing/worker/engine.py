@@ -116,7 +116,7 @@ class Engine:
         """Mark the rids of a request as in use.
 
         Raises:
-            ValueError: one is in use already.
+            ValueError: a rid is in use already.
         """
         for rid in rids:
             if rid in self._known_rids:

@@ -62,7 +62,7 @@ def _check_types(body: Mapping[str, Any]) -> None:
     """Check the types of prompts, rids, labels and sampling parameters.
 
     Raises:
-        Refusal: one is wrong.
+        Refusal: a field has a wrong type.
     """
     for name in ("text", "rid"):
         value = body.get(name)
@@ -250,7 +250,7 @@ def _check_starts(sample: GenerationRequest, count: int) -> None:
     """Check that the start positions of logprobs and expert rows lie within the prompt.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a start position is outside the prompt.
     """
     logprobs = sample.logprob_start_len
     if sample.return_logprob and logprobs > count:
