@@ -112,7 +112,7 @@ class Control:
         try:
             await self._fleet.save_standstill()
         except StateError as error:
-            logger.warning("standstill_not_kept", extra={"fields": {"reason": str(error)}})
+            logger.warning("pause_state_not_saved", extra={"fields": {"reason": str(error)}})
 
     @contextmanager
     def _mark_pausing(self) -> Iterator[None]:

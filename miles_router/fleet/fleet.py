@@ -387,7 +387,8 @@ class Fleet:
             if facts.auto_truncate and not before.auto_truncate:
                 logger.warning("worker_truncates_prompts", extra={"fields": {"worker": worker.url}})
             if facts.lacks and facts.lacks != before.lacks:
-                logger.warning("worker_lacks", extra={"fields": {"worker": worker.url, "lacks": [*facts.lacks]}})
+                missing = {"worker": worker.url, "lacks": [*facts.lacks]}
+                logger.warning("worker_flags_missing", extra={"fields": missing})
             worker.facts, worker.facts_of = facts.after(before), process
             self._update_ranks(worker, worker.facts)
             self._note_names(worker.facts)

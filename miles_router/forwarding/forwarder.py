@@ -362,7 +362,7 @@ class Forwarder:
         path = request.endpoint  # without the session id, so that the set stays small
         if path not in (unkeyed := facts.learned(UnkeyedPaths)):
             unkeyed.add(path)
-            logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
+            logger.warning("prefix_caches_not_separated", extra={"fields": {"worker": worker.url, "path": path}})
         return False
 
     def must_wait(self, request: Outgoing, routing: Routing) -> bool:

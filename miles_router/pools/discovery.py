@@ -58,7 +58,7 @@ class _Read:
         except SourceUnreadable as error:
             if self.problem != str(error):
                 fields = {"source": self.source.name, "reason": str(error)}
-                logger.warning("discovery_unread", extra={"fields": fields})
+                logger.warning("discovery_source_unreadable", extra={"fields": fields})
             self.problem = str(error)
             return False
         self.problem = None

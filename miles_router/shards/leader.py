@@ -288,7 +288,7 @@ class LeaderRole(ProcessRole):
             writer.close()
             return
         except OSError as error:
-            logger.warning("stranger_refused", extra={"fields": {"reason": str(error)}})
+            logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})
             writer.close()
             return
         finally:

@@ -82,6 +82,6 @@ class StoredLeadership:
         except StateOutdated:
             raise
         except StateError as error:
-            logger.error("lease_not_prolonged", extra={"fields": {"reason": str(error)}})
+            logger.error("lease_not_renewed", extra={"fields": {"reason": str(error)}})
             return False
         return True

@@ -364,7 +364,7 @@ def test_without_a_place_for_it_every_start_proves_anew(
     (tmp_path / "miles-router").write_text("a file in its place")
     with caplog.at_level(logging.INFO):
         chatml()
-    assert [each.message for each in caplog.records] == ["proof_ignored", "proof_not_kept", "continuation_proved"]
+    assert [each.message for each in caplog.records] == ["proof_ignored", "proof_not_saved", "continuation_proved"]
     monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.default_directory", lambda: None)
     proved.clear()
     chatml()

@@ -74,7 +74,7 @@ class ProofFile:
             _replace(self.path, orjson.dumps(content))
             _delete_oldest(self.path.parent)
         except OSError as reason:
-            logger.info("proof_not_kept", extra={"fields": {"file": str(self.path), "reason": str(reason)}})
+            logger.info("proof_not_saved", extra={"fields": {"file": str(self.path), "reason": str(reason)}})
 
     def _refusals(self, data: bytes, count: int) -> Refusals:
         try:

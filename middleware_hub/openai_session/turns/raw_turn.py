@@ -153,7 +153,7 @@ class RawTurn:
         try:
             message, rest = reader.read(text, began, opened=self.opened)
         except UnreadableAnswer as error:
-            logger.warning("calls_not_read", extra={"fields": {"reason": str(error)}})
+            logger.warning("tool_calls_not_parsed", extra={"fields": {"reason": str(error)}})
             return reader.message(began, "", text, ()), text, str(error)
         if finish is not None and finish not in OWN_ENDS:
             message = with_unfinished(message, text, self.fields, self.parsers, self.facts)

@@ -141,7 +141,7 @@ class MovedAnswer(ResumableAnswer):
 
     async def _send_again(self, error: Exception) -> None:
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
-        logger.warning("moved_generation_begun_anew", extra={"fields": fields})
+        logger.warning("moved_generation_restarted", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
         routing = self.exchange.routing
         if routing.aborted:
