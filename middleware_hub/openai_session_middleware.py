@@ -94,7 +94,7 @@ class OpenAISessionMiddleware:
         idle_timeout: seconds without use after which a session expires; 0 for never.
         header_sessions: whether `X-Session-Id` on a path of an agent API also selects a session.
         context_window: tokens of prompt and answer of a turn in sessions named by a header; 0 for the engine's limit.
-        one_weight_version: whether such a session refuses turns once the fleet's weights differ from those of its
+        one_weight_version: whether such a session refuses turns once the fleet's weights differ from the weights of its
             turns.
         media: the policy for images and other media: `refuse_first` refuses them in a session's first turn and replaces
             them by a fixed text later; `refuse` and `replace` always do the same. A session's contract takes
@@ -219,7 +219,8 @@ class OpenAISessionMiddleware:
             await self._archive.load(named.decode("latin-1"))
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Return the routes that create, read, list, delete and audit sessions, and those for their samples."""
+        """Return the routes that create, read, list, delete, export and audit sessions, and the routes of the
+        dialects."""
         own = [*self._sessions.routes(), *self._auditor.routes(), *audit_routes(self._audits)]
         return [*own, *(route for dialect in self._dialects for route in dialect.routes())]
 

@@ -120,7 +120,7 @@ class RadixTreeMiddleware:
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         if asks_for_evaluation(scope["headers"]):
-            self.router.owners.prefer(scope)
+            self.router.owners.prefer_home(scope)
             self.cache.statistics.passed_through["evaluation"] += 1
             tap = EvaluationTap(send, self.router, exchange, body)
             await tap.call(self.app, scope, replay(body, receive))
@@ -134,7 +134,7 @@ class RadixTreeMiddleware:
         except InvalidTrajectory as error:
             raise BadRequest(f"input_ids: {error}") from None  # an engine's process ends over such ids
         except (NotRecordable, UnknownShape) as error:
-            self.router.owners.prefer(scope)
+            self.router.owners.prefer_home(scope)
             self.cache.statistics.passed_through[error.reason] += 1
             await self.app(scope, replay(body, receive), send)
             return
@@ -150,7 +150,7 @@ class RadixTreeMiddleware:
             before = next((each.continued_entry for each in prompts if each.continued_entry is not None), None)
             exchange.routing.mark("read", mode="text", continues=None if before is None else before.rid)
             exchange.routing.mark("prompt", tokens=sum(map(len, ids)))
-            until_answered.enter_context(deliveries.left_on(exchange))
+            until_answered.enter_context(deliveries.attached_to(exchange))
             rollouts = until_answered.enter_context(self._rollouts.track(exchange, request, prompts))
             seconds = self.router.config.heartbeat_interval if request.stream else 0.0
             heartbeat = await until_answered.enter_async_context(Heartbeat(send, exchange, HeartbeatForm(), seconds))

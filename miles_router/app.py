@@ -35,7 +35,7 @@ from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
 from miles_router.generation.attempt import ResumeServices
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
-from miles_router.metrics.models import grouped
+from miles_router.metrics.models import merge_models
 from miles_router.middlewares.contract import (
     ASGIApp,
     HasLifespan,
@@ -105,11 +105,11 @@ def create_app(
     )
     router = pools.default.router
     routers: dict[str | None, Router] = {None: router}
-    routers |= {name: pools.named_as(name).router for name in pools.trained}
+    routers |= {name: pools[name].router for name in pools.trained}
     outermost, layers_of = build_stack(dispatch, loaded, routers)
     layers = each_once(chain.from_iterable(layers_of.values()))
     stack = Reception(outermost, pools)
-    pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
+    pools.one_model_only = any(getattr(layer, "one_model", False) for layer in layers)
     for url in role.first_workers(config):
         pools.default.fleet.pool.add_unreached(parse_worker_url(url))
     registrations = Registrations(store, pools)
@@ -290,7 +290,7 @@ def _register_metrics(
         own = [layer for layer in layers_of[model] if model is None or id(layer) not in shared]
         router.collectors += [each for layer in own if isinstance(layer, HasMetrics) for each in layer.metrics()]
     others = {model: router.collectors for model, router in routers.items() if model is not None}
-    for collector in grouped(routers[None].collectors, others):
+    for collector in merge_models(routers[None].collectors, others):
         metrics.register(collector)
 
 

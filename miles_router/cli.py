@@ -83,7 +83,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return a parser with one flag per setting. Values stay text; `load` converts them like those of other sources."""
+    """Return a parser with one flag per setting. Values stay text; `load` converts them like values from other
+    sources."""
     made = _Parser(
         prog="miles-router",
         usage="miles-router [command] [options]",
@@ -258,7 +259,7 @@ def _view(arguments: Sequence[str]) -> int:
 
 def _show_state(options: argparse.Namespace) -> None:
     if not 1 <= len(options.names) <= 2:
-        raise ConfigError("state: give the state directory, and to write lines of JSON also one owner in it")
+        raise ConfigError("state: expected DIRECTORY, or DIRECTORY OWNER to print one owner as lines of JSON")
     from miles_router.state.inspection import blobs_of, holdings
 
     directory, owners = Path(options.names[0]), options.names[1:]
@@ -276,7 +277,7 @@ def _write_owner(owner: str, blobs: Blobs) -> None:
 
     kind = kind_of(owner, blobs[0]) if 0 in blobs else None
     if kind not in WRITERS:
-        raise ConfigError(f"state: {owner!r} cannot be written as lines: it is not a {' or '.join(WRITERS)}")
+        raise ConfigError(f"state: {owner!r} cannot be printed as lines of JSON: it is not a {' or '.join(WRITERS)}")
     lines = _found("state", WRITERS[kind])
 
     async def write() -> None:

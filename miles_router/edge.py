@@ -99,7 +99,7 @@ class RouterApp:
             if len(self._entrances) > 1 and scope["path"].startswith(MOUNT):
                 self._mount(scope, exchange)
             if self._owners.several:
-                await self._owners.answer(scope, receive, outlet, here=self._here, check=self._check_access)
+                await self._owners.answer_or_forward(scope, receive, outlet, here=self._here, check=self._check_access)
             else:
                 await self._here(scope, receive, outlet)
         except Exception as error:  # a defect is logged with its traceback and answered

@@ -129,15 +129,15 @@ class RequestTimeout(BadRequest):
 
 
 class Conflict(BadRequest):
-    """The request does not fit the state of what it names: the session id is taken, the session is finalized, or the
-    group was aborted."""
+    """The request conflicts with the state of a session or group: the session id is taken, the session is finalized, or
+    the group was aborted."""
 
     status = 409
     type = "conflict"
 
 
 class WeightsChanged(Conflict):
-    """Other weights than those that began an evaluation would sample its request, or have sampled a part of it."""
+    """The weights changed during an evaluation: this request would be sampled by other weights, or was in part."""
 
 
 class PolicyFault(InternalError):

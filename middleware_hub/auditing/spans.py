@@ -6,7 +6,7 @@ unknown_settings        the sampling settings are not known: their generation is
                         of the router recorded it
 weights_changed_within  several versions sampled the turn, so its keys and values may be of any of them
 old_cache               sampled with keys and values that other weights computed
-reshaped_by_NAME        this setting changed the distribution that the logprobs are of
+reshaped_by_NAME        this setting changed the distribution from which the logprobs were computed
 unknown_adapter         the LoRA adapter that sampled them is not known
 context                 beyond the longest prompt that the engine accepts
 """
@@ -73,7 +73,7 @@ class Comparable(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """The distribution that a turn's logprobs are of.
+    """The distribution from which a turn's logprobs were computed.
 
     Attributes:
         obstacle: why it differs from the weights' own distribution; None if it does not, or only by the temperature.
@@ -88,8 +88,8 @@ def distribution(asked: AskedSampling | None, assumed: Sequence[Mapping[str, Any
     """Return the distribution of a turn, from its request's settings and the defaults that its engine may assume."""
     if asked is None:
         return Distribution("unknown_settings", 1.0)
-    divided_by = temperature(asked.said, *assumed)
-    reshaped = asked.reshaped_by or reshaped_by(asked.said, *assumed)
+    divided_by = temperature(asked.requested, *assumed)
+    reshaped = asked.reshaped_by or reshaped_by(asked.requested, *assumed)
     if reshaped is None and divided_by is None:
         reshaped = TEMPERATURE
     if reshaped is not None:
@@ -115,13 +115,13 @@ def comparable(
     spans: list[Span] = []
     excluded: Counter[str] = Counter()
     for turn in turns:
-        first, begin, told = turn.start + elsewhere.get(turn.number, 0), turn.start, distributions[turn]
+        first, begin, measured = turn.start + elsewhere.get(turn.number, 0), turn.start, distributions[turn]
         for piece in turn.pieces:
             start, stop = max(begin, first), min(begin + len(piece), turn.end)
             begin += len(piece)
             if start >= stop or piece.logprobs is None:
                 continue
-            obstacle = _obstacle(turn, piece.version, now, told)
+            obstacle = _obstacle(turn, piece.version, now, measured)
             if obstacle is not None or piece.version is None:
                 excluded[obstacle or "unknown_weights"] += stop - start
                 continue
@@ -129,11 +129,11 @@ def comparable(
             excluded["context"] += stop - within
             if start < within:
                 adapter = "" if turn.asked is None else turn.asked.adapter or ""
-                spans.append(Span(turn, start, within, piece.version, adapter, told.temperature))
+                spans.append(Span(turn, start, within, piece.version, adapter, measured.temperature))
     return Comparable(tuple(spans), {reason: count for reason, count in excluded.items() if count})
 
 
-def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Distribution) -> str | None:
+def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, measured: Distribution) -> str | None:
     if version is None or now is None:
         return "unknown_weights"
     if version != now:
@@ -142,4 +142,4 @@ def _obstacle(turn: AuditedTurn, version: str | None, now: str | None, told: Dis
         return "weights_changed_within"
     if any(held != version for held in turn.cache_versions):
         return "old_cache"
-    return told.obstacle
+    return measured.obstacle

@@ -142,9 +142,9 @@ class Teacher:
                 ids = trajectory.tokens[:length]
                 found = await self._asker.recompute(ids, first - 1, self._adapter, top_k=self._top_k)
             except NotRecomputed as failure:
-                said = f"{failure.reason} {failure.message[:SHOWN_CHARS]}".strip()
+                detail = f"{failure.reason} {failure.message[:SHOWN_CHARS]}".strip()
                 kind = BadRequest if self._adapter and failure.status == BAD_REQUEST else UpstreamError
-                raise kind(f"{TEACHER} {self._model!r} returned no logprobs: {said}") from None
+                raise kind(f"{TEACHER} {self._model!r} returned no logprobs: {detail}") from None
             logprobs[sampled], scores["weight_version"] = found.logprobs[sampled - first], found.version
             if found.likeliest is not None:
                 likeliest = Likeliest(*(array[sampled - first] for array in found.likeliest))

@@ -81,7 +81,8 @@ class Found(NamedTuple):
 
 
 class EpisodeRoutes:
-    """The handlers of these routes for one model; those of the default model answer for the others too."""
+    """The handlers of the episode routes for one model. The default model's handlers receive all requests, and pass a
+    request for another model to that model's handlers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -102,14 +103,18 @@ class EpisodeRoutes:
     def _of_model(
         self, answer: Callable[[EpisodeRoutes, Request], Awaitable[Response]], *, anywhere: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return a handler for the model that the path names. With `anywhere`, other processes are asked too."""
+        """Return a handler that calls `answer` with the handlers of the model in the path.
+
+        Args:
+            anywhere: if this process does not have the episode, ask the other processes.
+        """
 
         async def answered(request: Request) -> Response:
             model = Exchange.of(request.scope).pool
             if model is not None and model not in self._others:
                 self._others[model] = EpisodeRoutes(self._router.of_model(model))
             handler = partial(answer, self if model is None else self._others[model])
-            return await (self._wherever(handler) if anywhere else handler)(request)
+            return await (self._in_any_process(handler) if anywhere else handler)(request)
 
         return answered
 
@@ -217,7 +222,7 @@ class EpisodeRoutes:
             for turn in found.view.turns():
                 parent = turn.parent if turn.parent in ends else None
                 reason = turn.reason if self._text else self._hidden.reason(turn.reason)
-                tree.hang(turn.turn, parent, turn.end - turn.start, reason)
+                tree.add_turn(turn.turn, parent, turn.end - turn.start, reason)
                 ends[turn.turn] = True
                 if parent is not None:
                     ends[parent] = False
@@ -249,8 +254,10 @@ class EpisodeRoutes:
     def _hidden(self) -> HiddenTexts:
         return HiddenTexts(self._reasons)
 
-    def _wherever(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler: where this process does not hold the episode, ask the other processes for the answer."""
+    def _in_any_process(
+        self, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a handler: if it raises NotFound, return the first answer of another process that has the episode."""
 
         async def asked(request: Request) -> Response:
             try:

@@ -4,7 +4,7 @@ sessions    the tree of turns, the messages in it, turns in progress, and the se
 continuing  the token ids for the next prompt, from a recorded turn and the messages behind it
 agent_apis       the APIs that agents use
 turns       one turn: read, sampled, relayed, recorded, repeated
-episodes    contracts of episodes: what they allow, what is used, why they end
+episodes    contracts of episodes: their limits, the use of these limits, why episodes end
 archive     sessions in the state store: written and restored
 export      records and samples for trainers
 audit       checks of recorded sessions

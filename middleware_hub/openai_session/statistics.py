@@ -8,7 +8,7 @@ TOKENS = "Tokens of recorded turns, by origin."
 
 
 class SessionStatistics(Statistics, prefix="miles_router_sessions"):
-    """Counters since the start, and gauges of what is held now."""
+    """Counters since the start, and gauges of the present state."""
 
     sessions = gauge("Sessions held.", name="")
     bytes = gauge("Bytes of messages and arrays held.")

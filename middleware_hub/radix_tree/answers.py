@@ -43,7 +43,7 @@ AnswerReason = Literal["answer_count", "incomplete", "prompt_not_read"]
 class AnswerTap(Tap):
     """A relay that records the answers to one request.
 
-    An answer that cannot be recorded exactly is counted and logged; the client gets it all the same.
+    An answer that cannot be recorded exactly is counted and logged; the client still gets it.
 
     Args:
         send: the client's side.
@@ -88,7 +88,8 @@ class AnswerTap(Tap):
         self._invalid_json = False  # an event was not JSON
 
     async def whole(self, body: bytes) -> bytes:
-        """Record the answers of a JSON reply; return the body for the client.
+        """Record the answers in a complete JSON reply; return the body for the client, without logprobs that it did not
+        ask for.
 
         Raises:
             StateError: an answer could not be made durable; the client gets none of them.
@@ -205,7 +206,7 @@ class AnswerTap(Tap):
         """Compare the length of the prompt with the number of prompt tokens that the engine reports.
 
         Raises:
-            PromptNotRead: they differ.
+            PromptNotRead: the lengths differ.
         """
         given = len(self._prompts[self._request.prompt_of(generation)].trajectory)
         read = token_count(answer.get("meta_info")) if _has_begun(answer) else None

@@ -41,7 +41,14 @@ class PrefixMatch:
 
 @dataclass(frozen=True)
 class RestoredEntry:
-    """An entry that was read from the disk; `parent` is the serial of the entry whose prefix it shares."""
+    """An entry that was read from the disk.
+
+    Attributes:
+        serial: the entry's number in its family.
+        rank: the position of its newest weight version in the order in which versions were first seen.
+        parent: the serial of the entry whose prefix it shares; None for a root.
+        reused, reused_chars: the length of the shared prefix, in tokens and characters.
+    """
 
     record: TextRecord
     serial: int
@@ -182,7 +189,7 @@ class RadixTreeCache:
 
     @contextmanager
     def eviction_paused(self) -> Iterator[None]:
-        """Evict nothing inside this context; evict what is over the budget at its exit."""
+        """Evict nothing inside this context; at its exit, evict entries until the cache is within its budget."""
         self._eviction_pauses += 1
         try:
             yield

@@ -133,7 +133,8 @@ class Entry:
 
     @property
     def charge(self) -> int:
-        """The tokens that it counts as in the limits on tokens: a mask counts as those that it displaces."""
+        """The number of tokens that the entry counts as in token limits: its own tokens, plus one for each
+        `TOKEN_BYTES` of its sampling mask."""
         return self.own + (0 if self.sampling_mask is None else self.sampling_mask.nbytes // TOKEN_BYTES)
 
     @property

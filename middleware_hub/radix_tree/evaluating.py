@@ -55,8 +55,8 @@ class EvaluationTap(Tap):
     async def event(self, event: Event) -> bytes:
         """Return the event unchanged. Raises like `call`."""
         progress = progress_of(event.data)
-        goes_on = progress is not None and progress.finish is None
-        self._check(None if goes_on else event.parse())  # parsing each event of a long answer would be slow
+        unfinished = progress is not None and progress.finish is None
+        self._check(None if unfinished else event.parse())  # parsing each event of a long answer would be slow
         return event.raw
 
     def _check(self, reply: object) -> None:

@@ -1,7 +1,7 @@
 """Find the process of a router that has recorded a text.
 
-Processes do not announce their texts. The process where a request lands asks all others, and the one that has most of
-the text answers the request. A generation is recorded before the last byte of its answer is sent, so a client that
+Processes do not announce their texts. The process where a request lands asks all others, and the process that has most
+of the text answers the request. A generation is recorded before the last byte of its answer is sent, so a client that
 knows the text always finds its record.
 """
 
@@ -38,7 +38,7 @@ class Held(NamedTuple):
 
 #: For one text: ids of generations, each with a digest of its tokens.
 Spellings: TypeAlias = Sequence[tuple[str, str]]
-#: For each process, what it has of the texts in question. The asking process comes first, as None.
+#: For each process, its index and its records of the texts. The asking process comes first, with the index None.
 Answers: TypeAlias = list[tuple[int | None, list[Held]]]
 
 
@@ -50,7 +50,7 @@ class TextHolders:
         self._owners = owners
 
     async def look_up(self, texts: Sequence[str]) -> list[Held]:
-        """Return what this process has of each text.
+        """Return this process's record of each text, in the order of `texts`.
 
         Raises:
             StateError: the store cannot be read.
@@ -79,10 +79,10 @@ class TextHolders:
         if owner is not None:
             raise Elsewhere(owner)
         if not most and not self._owners.is_forwarded(scope):
-            self._owners.prefer(scope)
+            self._owners.prefer_home(scope)
 
     async def ask(self, scope: Scope, texts: Sequence[str]) -> Answers:
-        """Return what each process has of the texts. Raises the same errors as `require`, except Elsewhere."""
+        """Return each process's records of the texts. Raises the same errors as `require`, except Elsewhere."""
         own: tuple[int | None, list[Held]] = (None, await self.look_up(texts))
         if self._owners.is_forwarded(scope) or not (others := self._owners.others(scope)):
             return [own]

@@ -68,7 +68,11 @@ class Retrieval:
         """
         exchange = Exchange.of(request.scope)
         asked = exchange.loads(await exchange.read(request.receive))
-        if self._owners.is_asked(request.scope) and isinstance(asked, Mapping) and asked.keys() & {HOLDS, SPELLS}:
+        if (
+            self._owners.asked_by_other_process(request.scope)
+            and isinstance(asked, Mapping)
+            and asked.keys() & {HOLDS, SPELLS}
+        ):
             return Response(orjson.dumps(await self._answer_process(asked)), media_type=JSON)
         _check(asked)
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()

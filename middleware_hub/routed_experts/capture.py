@@ -29,7 +29,7 @@ MAX_STRINGS = 4 * MAX_GENERATIONS
 
 
 class Aligner:
-    """Checks the rows of one request's answers against their tokens, and stores what is new.
+    """Checks the rows of one request's answers against their tokens, and stores the new rows.
 
     Args:
         start: the first row that the engine was asked for.
@@ -66,7 +66,8 @@ class Aligner:
         return node
 
     def _store_rows(self, own: Blocks, prefix: RowPrefix | None, tokens: int, rid: str | None) -> AlignedRows:
-        """Store the rows `own` that the engine sent, without those of `prefix` or of a sibling to the same prompt."""
+        """Store the rows `own` that the engine sent, without the rows of `prefix` or of a sibling to the same
+        prompt."""
         start, parent = self._start, None
         fresh: RowArray | Blocks = own
         if prefix is not None:
@@ -86,7 +87,7 @@ class Aligner:
         return node
 
     def _equal_to_sibling(self, own: RowArray | Blocks, start: int, parent: AlignedRows | None) -> int:
-        """Return how many rows equal those of the previous answer, if both continue the same rows."""
+        """Return how many rows equal the previous answer's rows, if both answers continue the same rows."""
         other = self._sibling
         if other is None or not other.held or other.parent is not parent or other.start != start:
             return 0

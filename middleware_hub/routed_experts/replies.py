@@ -112,7 +112,7 @@ class StrippedReply(RowReply):
         return self._extractor.without_marks(event.raw)
 
     async def ended(self) -> bytes:
-        """Return what followed the last event, unchanged but for the rows."""
+        """Return the bytes after the last event, without rows."""
         return self._extractor.without_marks(self.events.release())
 
 

@@ -2,7 +2,7 @@
 
 Rows of a trajectory (a turn of a session, a text of the cache) belong to the trajectory, and are freed with it. Rows of
 other generations are kept alive here, under their ids. Without room, the least recently used rows are evicted, also
-those of trajectories; a later read of them raises an error. Using rows counts as using those that they continue, so
+those of trajectories; a later read of them raises an error. Using rows counts as using the rows that they continue, so
 that these are never evicted before their continuations.
 """
 
@@ -101,7 +101,7 @@ class RowStore:
 
     @contextmanager
     def pinned(self, nodes: Iterable[AlignedRows]) -> Iterator[None]:
-        """Protect these rows, and those that they continue, from eviction inside this context."""
+        """Protect these rows, and the rows that they continue, from eviction inside this context."""
         records = []
         for node in nodes:
             self._mark_used(node)

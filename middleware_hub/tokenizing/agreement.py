@@ -51,8 +51,8 @@ class ProbeComparisons:
 
 
 class TokenizerAgreement:
-    """A comparison of the router's tokenizer with that of each engine process of a pool, by the ids of a probe text. A
-    worker is compared as soon as its facts are known. All middlewares of a router share one instance.
+    """A comparison of the router's tokenizer with the tokenizer of each engine process of a pool, by the ids of a probe
+    text. A worker is compared as soon as its facts are known. All middlewares of a router share one instance.
 
     Args:
         router: the handle of the pool.

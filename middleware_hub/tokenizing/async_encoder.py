@@ -49,7 +49,7 @@ class EncodingStatistics(Statistics, prefix="miles_router_encoding"):
 
 class AsyncEncoder:
     """A `TextEncoder` whose methods do not block the event loop. All middlewares of a router share one (`of`). The
-    methods behave as those of `TextEncoder`, and raise `TextTooLong` beyond `longest`.
+    methods behave like the methods of `TextEncoder`, and raise `TextTooLong` beyond `longest`.
 
     Args:
         longest: the maximum length of an input, in characters or ids.

@@ -1,5 +1,5 @@
-"""Encode text to ids, with the characters that each id stands for. The ids are exactly those that an engine makes of a
-whole text, or of a text that continues known ids."""
+"""Encode text to ids, with the characters that each id stands for. The ids are exactly the ids that an engine makes of
+a whole text, or of a text that continues known ids."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from miles_router.middlewares.generation import Mark
 
 
 class TurnPart(NamedTuple):
-    """A part of a turn. Times are those of `time.perf_counter()`."""
+    """A part of a turn. Times come from `time.perf_counter()`."""
 
     name: str
     began_at: float

@@ -46,7 +46,7 @@ def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
     """Write the page of a samples file and return a line that reports it. A page is written completely or not at all.
 
     Args:
-        output: where to write; by default beside the file, with the suffix `.html`.
+        output: where to write; by default next to the file, with the suffix `.html`.
         tokenizer: a tokenizer of transformers; without one the page shows token ids only.
 
     Raises:

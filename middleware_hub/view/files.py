@@ -54,8 +54,8 @@ def open_samples(path: Path) -> SamplesFile:
         return SamplesFile(_of_json(data))
     arrays, metadata = unpack(data)
     if miles.META in arrays:
-        told, why_empty = miles.read(arrays)
-        return SamplesFile(_counted(miles.sheets_of(arrays, told), len(told)), why_empty)
+        entries, why_empty = miles.read(arrays)
+        return SamplesFile(_counted(miles.sheets_of(arrays, entries), len(entries)), why_empty)
     count = sum(name.endswith(".tokens") for name in arrays)
     return SamplesFile(_counted(map(sheet_of, samples_of(arrays, metadata)), count))
 

@@ -160,8 +160,11 @@ def sampled_positions(
 
 
 def fitting_turns(given: Any, length: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the turns of a sample's metadata and no notes. If the turns are malformed, out of order or beyond
-    `length` tokens, return no turns and a note."""
+    """Return the turns in a sample's metadata, and notes for the reader of the sheet.
+
+    Malformed turns, or turns that are out of order or end after `length` tokens, are left out: the result is then no
+    turns and one note.
+    """
     if not isinstance(given, list):
         return [], []
     before = 0

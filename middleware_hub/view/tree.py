@@ -22,7 +22,7 @@ class _TurnNode:
     samples: list[int] = field(default_factory=list)
 
     @property
-    def goes_on(self) -> _TurnNode | None:
+    def next_turn(self) -> _TurnNode | None:
         """The next turn on the same line; None if the line ends here."""
         if len(self.children) != 1 or self.samples:
             return None
@@ -43,12 +43,12 @@ class BranchTree:
         before = None
         for number in sheet.path:
             turn = spans.get(number, {})
-            self.hang(number, before, turn.get("end", 0) - turn.get("start", 0), turn.get("reason"))
+            self.add_turn(number, before, turn.get("end", 0) - turn.get("start", 0), turn.get("reason"))
             before = number
         if before is not None:
             self.end(before, place)
 
-    def hang(self, turn: int, parent: int | None, sampled: int, reason: object) -> None:
+    def add_turn(self, turn: int, parent: int | None, sampled: int, reason: object) -> None:
         """Add a turn below `parent`, which must exist. A turn that exists already is left as it is.
 
         Args:
@@ -71,7 +71,7 @@ class BranchTree:
         while waiting:
             node, depth = waiting.pop()
             chain = [node]
-            while (following := chain[-1].goes_on) is not None:
+            while (following := chain[-1].next_turn) is not None:
                 chain.append(following)
             lines.append(_line(chain, depth))
             waiting += [(child, depth + 1) for child in reversed(chain[-1].children.values())]

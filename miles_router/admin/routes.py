@@ -49,9 +49,10 @@ class Admin:
         self.registry = WorkerRegistry(pools, registrations)
         self._router = pools.default.router
         self._stack = stack
-        #: Sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` sets merged ones.
-        self.shown_metrics: Callable[[], Awaitable[bytes]] = self.own_metrics
-        self.shown: Callable[[], Awaitable[dict[str, Any]]] = self.described
+        #: The sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` replaces them by
+        #: functions that merge the answers of all processes.
+        self.metrics_text: Callable[[], Awaitable[bytes]] = self.own_metrics
+        self.info_fields: Callable[[], Awaitable[dict[str, Any]]] = self.described
         self._started = time.time()
 
     def open_routes(self) -> list[BaseRoute]:
@@ -83,20 +84,20 @@ class Admin:
 
     async def add_worker(self, request: Request) -> Response:
         worker = await self.registry.add(await _arguments(request))
-        said = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
-        return Json({"status": "success", "worker_urls": self._in_flight(request), **said})
+        missing_flags = {"lacks": list(lacks)} if (lacks := await self._lacks(worker)) else {}
+        return Json({"status": "success", "worker_urls": self._in_flight(request), **missing_flags})
 
     async def _lacks(self, worker: Worker) -> Sequence[str]:
         """Return the flags that a worker's engine should have been started with; empty if it does not answer soon."""
         with suppress(NotFound, TimeoutError):
-            pool, _ = self._pools.holding(worker.url)
+            pool, _ = self._pools.find_worker(worker.url)
             facts = pool.fleet.facts(worker.url)
             return (await tasks.within(self._router.config.health_check_timeout, facts, name="facts")).lacks or ()
         return ()
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
-        _, worker = self._pools.holding(url_of(arguments).url, self._pools.seen_in(request.scope))
+        _, worker = self._pools.find_worker(url_of(arguments).url, self._pools.selected_by_path(request.scope))
         await self.registry.remove(worker.url, drain=_flag(arguments, "drain"))
         return Json({"status": "success", "worker_urls": self._in_flight(request)})
 
@@ -125,18 +126,18 @@ class Admin:
     # The router itself
 
     async def health(self, request: Request) -> Response:
-        return Json({"status": "ok", **self._counts(self._pools.seen_in(request.scope))})
+        return Json({"status": "ok", **self._counts(self._pools.selected_by_path(request.scope))})
 
     async def readiness(self, request: Request) -> Response:
-        pools = self._pools.seen_in(request.scope)
+        pools = self._pools.selected_by_path(request.scope)
         ready = any(pool.fleet.snapshot.generating for pool in pools)
         return Json(
             {"status": "ready" if ready else "no routable worker", **self._counts(pools)}, 200 if ready else 503
         )
 
     async def info(self, request: Request) -> Response:
-        shown, pool = await self.shown(), Exchange.of(request.scope).pool
-        return Json(shown if pool is None else self._of_model(self._pools.named_as(pool), shown))
+        shown, pool = await self.info_fields(), Exchange.of(request.scope).pool
+        return Json(shown if pool is None else self._of_model(self._pools[pool], shown))
 
     def _of_model(self, pool: ModelPool, shown: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `GET /router/info` shows below the path of a model, made of what it shows of all."""
@@ -182,7 +183,7 @@ class Admin:
         if tokens is None and sessions and held:
             tokens = -(-held // sessions)
         sizes = [unit.capacity for unit in units]
-        shown = await self.shown()
+        shown = await self.info_fields()
         gate = shown["pools"][pool.name]["gate"] if pool.name in shown.get("pools", ()) else shown["gate"]
         room = None if tokens is None else pool.fleet.pool.admission.count(tokens)
         return Json(
@@ -213,7 +214,7 @@ class Admin:
         }
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return the statistics that are not declared numbers, by group."""
+        """Return the published values that are not declared as metrics, by group; `numbers` has the others."""
         numbers = self.numbers()
         return {
             name: {each: value for each, value in shown.items() if each not in numbers.get(name, ())}
@@ -235,7 +236,7 @@ class Admin:
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self.shown_metrics(), media_type=MEDIA_TYPE)
+        return Response(await self.metrics_text(), media_type=MEDIA_TYPE)
 
     async def own_metrics(self) -> bytes:
         """Return what `GET /metrics` shows of this process."""
@@ -251,15 +252,15 @@ class Admin:
         """Return the pool and the worker that the path names, by id or by percent-encoded URL."""
         name: str = request.path_params["id"]
         url_or_id = parse_worker_url(name).url if ":" in name else name
-        return self._pools.holding(url_or_id, self._pools.seen_in(request.scope))
+        return self._pools.find_worker(url_or_id, self._pools.selected_by_path(request.scope))
 
     def _routers(self) -> list[tuple[str, Router]]:
         """Return the handles of the models with middlewares, each with the suffix for the names of its statistics."""
-        trained = [(f":{name}", self._pools.named_as(name).router) for name in sorted(self._pools.trained)]
+        trained = [(f":{name}", self._pools[name].router) for name in sorted(self._pools.trained)]
         return [("", self._router), *trained]
 
     def _workers(self, request: Request) -> list[Worker]:
-        return [worker for pool in self._pools.seen_in(request.scope) for worker in pool.fleet.pool]
+        return [worker for pool in self._pools.selected_by_path(request.scope) for worker in pool.fleet.pool]
 
     def _in_flight(self, request: Request) -> dict[str, int]:
         return {worker.url: worker.in_flight for worker in self._workers(request)}
@@ -274,7 +275,7 @@ class Admin:
                 "workers_routable": len(pool.fleet.pool.routable),
             }
             for pool in self._pools
-            if pool.peopled
+            if pool.selectable
         }
 
     def _counts(self, pools: Sequence[ModelPool]) -> dict[str, int]:

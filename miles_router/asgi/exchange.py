@@ -28,7 +28,7 @@ ErrorBody = Callable[[RouterError, str], Mapping[str, Any]]
 
 SCOPE_KEY = "miles_router.asgi.exchange"
 MAX_REQUEST_ID_LENGTH = 128
-#: Parsed bodies that are cached for one request: the client's body and those that a few layers replaced it with.
+#: Parsed bodies that are cached for one request: the client's body, and bodies that layers replaced it with.
 REMEMBERED_PARSES = 8
 UNBOUNDED = 1 << 62
 
@@ -168,7 +168,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def with_body(scope: Scope, body: bytes) -> Scope:
-    """Return a copy of `scope` whose Content-Length is that of `body`."""
+    """Return a copy of `scope` whose Content-Length is the length of `body`."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode("ascii")))
     return {**scope, "headers": headers}

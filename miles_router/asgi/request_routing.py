@@ -71,7 +71,7 @@ class Routing:
         self.number = next(_count)
         #: The requested model, if it was not the name of an adapter when the request arrived.
         self.model: str | None = None
-        #: The worker that answered, or the last one that was tried.
+        #: The worker that answered, or the last worker that was tried.
         self.worker_url: str | None = None
         #: The prefill worker of a prefill/decode pair, while it computes the prompt.
         self.prefill_url: str | None = None

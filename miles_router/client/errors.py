@@ -141,8 +141,8 @@ def convert_errors(path: str) -> Iterator[None]:
 def read_error(status: int, headers: Mapping[str, str], raw: bytes) -> RouterClientError:
     """Return the exception for an error reply.
 
-    The router's own errors have a `request_id` in the body; those that are safe to repeat have `Retry-After`. Errors of
-    workers pass through the router in their own form, and are never repeated.
+    The router's own errors have a `request_id` in the body; errors after which a repeat is safe have `Retry-After`.
+    Errors of workers pass through the router in their own form, and are never repeated.
     """
     body = _parsed(raw)
     found = body.get("error") if isinstance(body, dict) else None

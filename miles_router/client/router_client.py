@@ -150,7 +150,7 @@ class RouterClient(FleetControl):
 
         Raises:
             NotFound: the router does not have `rid`, or with `strict` the text was not recorded from end to end.
-            InvalidSample: the arrays cannot be those of a rollout.
+            InvalidSample: the arrays do not fit together as a rollout.
         """
         fields = {"text": text, "rid": rid, "strict": strict, "reward": reward, "teacher": teacher}
         body = {name: value for name, value in fields.items() if value is not None}
@@ -198,7 +198,7 @@ class RouterClient(FleetControl):
         stop: int | None = None,
     ) -> ShapedRows:
         """Return the positions that sparse attention chose for each token of one rollout, integers [stop - start,
-        layers, top_k], padded with -1. Arguments and errors are those of `routed_experts`. For a router with
+        layers, top_k], padded with -1. Arguments and errors are the same as for `routed_experts`. For a router with
         `IndexerTopkMiddleware`."""
         return await self._rows(
             "indexer_topk", rid=rid, text=text, session_id=session_id, leaf=leaf, start=start, stop=stop

@@ -119,7 +119,7 @@ class Session:
         model: str = "default",
         **fields: Any,
     ) -> dict[str, Any]:
-        """Run one turn without an OpenAI client, and return the chat completion as JSON. Further fields are those of
+        """Run one turn without an OpenAI client, and return the chat completion as JSON. Further fields are fields of
         OpenAI and SGLang, except `stream`.
 
         If the connection is lost before the reply begins, the turn is sent again with the same `turn_id`, and the
@@ -168,7 +168,7 @@ class Session:
             build: `concat`: all turns of a branch in a row; or `last_step`: its last reply with the whole prompt.
             mask: which of the sampled tokens are in the loss: `all`, `last_turn`, `newest_weights`, `no_reasoning`, or
                 a list of them, which keeps the tokens that all of them keep.
-            side_calls: whether requests of a harness beside its main conversation (titles, probes, sub-agents) give
+            side_calls: whether requests of a harness outside its main conversation (titles, probes, sub-agents) give
                 samples too; by default as the router is configured, or else True.
             per_token: names of `set_rewards` that become arrays in `Sample.per_token`, such as `advantage`.
             reward, label, metadata: set on every sample.

@@ -13,10 +13,10 @@ from miles_router.fleet.workers import Worker
 
 
 async def abort(call: Call, name: str | None) -> list[Outcome]:
-    """Abort the generations named `name`, all for None, on the workers that run them.
+    """Abort the generations with the id `name`, on the workers that run them; with None, abort all generations.
 
-    A worker ignores an abort of an id that it does not have. So an id that is not in flight here is sent to every
-    worker.
+    An id that is not in flight in this router is sent to every worker, since a worker ignores an unknown id. Return one
+    outcome for each worker that was asked.
     """
     concerned = await call.requests.abort(name)
     urls = urls_of(concerned) if name else set()
@@ -28,8 +28,8 @@ async def abort(call: Call, name: str | None) -> list[Outcome]:
 
 
 async def _abort_renamed(call: Call, worker: Worker, name: str, concerned: Sequence[Aborted]) -> list[Outcome]:
-    """Abort the ids by which this worker knows the generations, where they differ from the client's id. The worker does
-    not know `name` itself, so it does not match by that prefix; each of its own ids is aborted one by one."""
+    """Abort the generations that the router has renamed for this worker, each by its new id. The worker matches aborts
+    by prefix, but does not know `name`, so that `name` alone would abort nothing."""
     there = [each for each in concerned if worker.url in each.urls]
     if not any(each.renamed for each in there):
         return []

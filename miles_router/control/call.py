@@ -28,6 +28,8 @@ FLAG_DEPENDENT = (Pause, Continue, Abort, AbortAll, Flush, Sleep)
 REFUSED = 400
 #: The answer for a worker that succeeded with a translated request: its own answer is of another engine's form.
 DONE = b'{"status":"ok"}'
+#: The answer for a worker that got no request, because each kind of engine needs another form of it.
+NOT_SENT = b"nothing was sent: the worker has never answered, so the kind of its engine is not known"
 
 
 #: Ends the sessions or requests of a group that one middleware holds.
@@ -68,7 +70,7 @@ class Call:
             action = Abort("")  # ending a group aborts its generations
         for worker, engine in await self._engines(self.fleet.pool):
             try:
-                requested = engine.pause_told(action) if isinstance(action, Pause) else action
+                requested = engine.supported_pause(action) if isinstance(action, Pause) else action
                 self._in_engine_form(engine, requested)
                 if isinstance(requested, FLAG_DEPENDENT):
                     engine.order(requested)  # the engine has the route, but its flags may disable the action
@@ -91,7 +93,7 @@ class Call:
 
     async def _ask_one(self, worker: Worker, engine: Engine) -> Outcome:
         if worker.state is WorkerState.UNREACHED and worker.engine is None and not self.order.is_common:
-            return Outcome(worker, 0, [], b"nothing was sent: it has not said its kind of engine yet", reachable=False)
+            return Outcome(worker, 0, [], NOT_SENT, reachable=False)
         spelled = self._in_engine_form(engine, self.order.action)
         outcome = _detect_refusal(await self.fan_out.ask_one(worker, spelled, self.timeout), engine)
         if spelled is self.request or not outcome.ok:

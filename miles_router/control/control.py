@@ -39,7 +39,7 @@ class Control:
         extra: Iterable[str] = (),
         read_timeout: float = BRIEF,
     ) -> None:
-        #: Every control request by its path: those of the setting `fan_out`, and those of engines.
+        #: Every control request by its path: the paths of the setting `fan_out`, and the control paths of engines.
         self.by_path: dict[str, ControlRequest] = {**{path: own_request(path) for path in extra}, **CONTROL}
         #: Middleware callbacks that end their part of a group when it is aborted.
         self.group_listeners = requests.group_listeners
@@ -112,7 +112,7 @@ class Control:
         try:
             await self._fleet.save_standstill()
         except StateError as error:
-            logger.warning("standstill_not_kept", extra={"fields": {"reason": str(error)}})
+            logger.warning("pause_state_not_saved", extra={"fields": {"reason": str(error)}})
 
     @contextmanager
     def _mark_pausing(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Control:
         does."""
         return await self._send_action(Pause(mode), request_id)
 
-    async def go_on(self, request_id: str) -> FleetAnswer:
+    async def continue_generation(self, request_id: str) -> FleetAnswer:
         return await self._send_action(Continue(), request_id)
 
     async def abort(self, rid: str, request_id: str) -> FleetAnswer:

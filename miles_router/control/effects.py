@@ -46,7 +46,7 @@ def effect_of(action: Action) -> Effect:
         case Pause():
             return Effect(partial(standstill.pause, action=action), blocks_joins=True)
         case Continue():
-            return Effect(standstill.go_on, blocks_joins=True)
+            return Effect(standstill.continue_generation, blocks_joins=True)
         case Sleep():
             return Effect(partial(standstill.sleep, action=action), blocks_joins=True)
         case Wake():

@@ -36,12 +36,13 @@ class Requests(Protocol):
     group_listeners: list[GroupListener]
 
     async def abort(self, rid: str | None) -> list[Aborted]:
-        """Mark the requests that an abort means (all for None) as aborted, and release those that wait at the gate."""
+        """Mark the requests that an abort means (all for None) as aborted, and release the ones that wait at the
+        gate."""
         ...
 
     async def end_group(self, group: str | int) -> GroupEnd:
         """End a group: its part in each middleware, and its requests. A request without an id that a worker knows is
-        broken off, which ends its generation too."""
+        aborted, which ends its generation too."""
         ...
 
     async def ids_at(self, url: str) -> Collection[str]:

@@ -6,7 +6,7 @@ suspected only when no piece of any reply has come for a while, and then its eng
 `/server_info` from its scheduler in any state (idle, busy or paused), between two steps of the model; with a long
 prompt, between two chunks of it. `/health_generate` is answered when anything at all came from the scheduler. Only an
 engine that is silent in all of these ways for the whole time is given up: the worker is quarantined, and its requests
-end like those of a lost worker.
+end like requests on a lost worker.
 
 Time is counted in checks, not by the clock: a router that was itself suspended for an hour must not blame the
 workers.

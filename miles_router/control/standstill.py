@@ -22,7 +22,7 @@ MAX_NAMED = 8  # request ids listed in the answer to a flush
 
 
 async def pause(call: Call, action: Pause) -> list[Outcome]:
-    """Pause all workers or none: if a worker refuses, those that did pause are continued."""
+    """Pause all workers or none: if a worker refuses, the workers that paused are continued."""
     workers, fleet, before = call.workers(), call.fleet, call.fleet.pause
     mode = action.mode
     in_place = before is not None and before.mode == "in_place"
@@ -61,7 +61,7 @@ async def _save(call: Call, undo: Callable[[], None]) -> None:
 async def _pause_in_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
     """Pause each worker in this mode, or in the mode that its engine has instead; its answer then contains both
     modes."""
-    modes = [each.pause_told(Pause(mode)).mode for each in await call.fleet.engines(workers)]
+    modes = [each.supported_pause(Pause(mode)).mode for each in await call.fleet.engines(workers)]
     others = {each for each in modes if each != mode}
     groups = {each: [worker for worker, its in zip(workers, modes, strict=True) if its == each] for each in others}
     asked = call.ask([worker for worker, its in zip(workers, modes, strict=True) if its == mode])
@@ -92,7 +92,7 @@ async def _undo_pause(call: Call, outcomes: Sequence[Outcome]) -> None:
     call.fleet.end_pause()
 
 
-async def go_on(call: Call) -> list[Outcome]:
+async def continue_generation(call: Call) -> list[Outcome]:
     """Continue all workers. A worker that fails gets no traffic, but the gate opens in any case, even without any
     worker."""
     outcomes = await call.ask(list(call.fleet.pool))

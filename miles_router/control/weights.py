@@ -1,5 +1,5 @@
 """Weight updates: run them on all workers, follow the fleet's weight version, and distrust probes that ran meanwhile.
-Adapters are loaded and unloaded beside these versions."""
+Loading and unloading adapters does not change these versions."""
 
 from __future__ import annotations
 
@@ -25,24 +25,30 @@ FLUSHED_LATER = b'{"success":true,"message":"The weights were updated, and the c
 
 async def name_version(call: Call, version: str) -> list[Outcome]:
     """Set the name of the version of weights that the workers already have. No worker counts as outdated by it."""
-    outcomes, _ = await _update(call, version, took=False)
+    outcomes, _ = await _update(call, version, weights_changed=False)
     return outcomes
 
 
 async def update(call: Call, action: Update) -> list[Outcome]:
     """Change the weights of all workers, after which an engine may flush its caches."""
-    outcomes, changed = await _update(call, action.version, took=True)
+    outcomes, changed = await _update(call, action.version, weights_changed=True)
     if action.flushes:
         outcomes = await _retry_flush(call, outcomes, changed)
         _record_flushes(outcomes)
     return outcomes
 
 
-async def _update(call: Call, version: str | None, *, took: bool) -> tuple[list[Outcome], list[Worker]]:
+async def _update(call: Call, version: str | None, *, weights_changed: bool) -> tuple[list[Outcome], list[Worker]]:
     """Send an update to every worker, and record which workers applied it and under which version.
 
     An update without a version makes the fleet's version unknown: under `same-weights` only the workers that applied it
-    stay routable. Return the outcomes, and the workers that refused but sample with the new version all the same.
+    stay routable.
+
+    Args:
+        weights_changed: whether the weights change; False if only the name of their version is set.
+
+    Returns:
+        The outcomes, and the workers that refused the update although they now sample with the new version.
     """
     pool, workers = call.fleet.pool, call.workers()
     changed: list[Worker] = []
@@ -55,7 +61,7 @@ async def _update(call: Call, version: str | None, *, took: bool) -> tuple[list[
             changed = await _updated_despite_refusal(call, others, version)
     updated = [outcome.worker for outcome in outcomes if outcome.ok] + changed
     if version is not None:
-        pool.record_update(updated, version, took=took)
+        pool.record_update(updated, version, changed=weights_changed)
     elif updated:
         pool.record_update(updated, None)
         missed = [worker.url for worker in pool if worker.missed_update]

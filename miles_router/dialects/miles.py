@@ -51,7 +51,7 @@ def check_policy(args: Namespace) -> None:
     """Check that the router has the balancing policy.
 
     Raises:
-        Unsupported: it does not.
+        Unsupported: the router has no such policy.
     """
     policy = getattr(args, POLICY, None)
     if policy is not None and policy not in KEY_POLICIES:

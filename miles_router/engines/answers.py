@@ -341,7 +341,7 @@ def progress_of(event: bytes) -> Progress | None:
         return None
 
 
-def goes_on(data: bytes) -> bool:
+def is_unfinished(data: bytes) -> bool:
     """Return True if the event's only finish reason is null. The rest is not parsed."""
     found = FINISH_REASON.find(data)
     return found is not None and data.startswith(b"null", found[1]) and FINISH_REASON.find(data, found[1]) is None

@@ -104,7 +104,7 @@ def refuse_many_values(body: bytes, parsed: Any, most: int) -> None:
         BadRequest: the body has more values.
     """
     if may_have_many_values(body, most) and _has_many_values(parsed, most):
-        raise BadRequest(f"the request body has more than {most} values beside lists of ids")
+        raise BadRequest(f"the request body has more than {most} values besides lists of ids")
 
 
 def may_have_many_values(body: bytes, most: int) -> bool:

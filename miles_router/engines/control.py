@@ -21,7 +21,7 @@ class BadArguments(ValueError):
 
 
 class Arguments(NamedTuple):
-    """The arguments of a control request: the fields of its JSON body and those of its query."""
+    """The arguments of a control request: the fields of its JSON body and of its query."""
 
     fields: Mapping[str, Any]
     query: Mapping[str, str]

@@ -36,8 +36,8 @@ ReadRank = Callable[[bytes], int | None]
 
 
 class CannotServe(ValueError):
-    """An error about a request that the engine would not answer as the client means it. The message names what it
-    lacks."""
+    """An error about a request that this engine cannot answer as the client intends. The message names the missing
+    feature or flag."""
 
 
 class RankWish(NamedTuple):
@@ -125,9 +125,9 @@ class Engine(ABC):
     generates: ClassVar[frozenset[str]]
     #: Paths whose requests need the engine to compute, including those that generate.
     computes: ClassVar[frozenset[str]]
-    #: Paths that an agent may post to besides those that generate. None of them changes the engine.
+    #: Paths that an agent may post to besides the paths that generate. None of them changes the engine.
     aside: ClassVar[frozenset[str]]
-    #: Those of them that tokenize and detokenize.
+    #: The paths in `aside` that tokenize and detokenize.
     tokenizers: ClassVar[frozenset[str]]
     #: Paths that the clients' API key opens if there is a separate admin key. A path that ends with `/` covers
     #: everything below it. All other paths need the admin key, so a new engine exposes nothing by default.
@@ -186,11 +186,11 @@ class Engine(ABC):
         """Return whether the documents that identify an engine were answered."""
 
     @abstractmethod
-    def sampling_version(self, said: bytes) -> str | None:
+    def sampling_version(self, body: bytes) -> str | None:
         """Return the weight version that samples now, from an answer of `scheduler`; None if it names none or
         several."""
 
-    def is_unready(self, status: int, said: bytes) -> bool:
+    def is_unready(self, status: int, body: bytes) -> bool:
         """Return whether an answer of `ready` reports that the engine is not ready."""
         return status == UNAVAILABLE
 
@@ -278,8 +278,8 @@ class Engine(ABC):
         request = next((each for each in cls.control if each.path == path), None)
         return None if request is None else request.read(arguments)
 
-    def pause_told(self, pause: Pause) -> Pause:
-        """Return the pause to send; its mode is replaced if this engine lacks it (`pauses`)."""
+    def supported_pause(self, pause: Pause) -> Pause:
+        """Return the pause to send to this engine; `pauses` replaces a mode that the engine does not have."""
         return Pause(self.pauses.get(pause.mode, pause.mode))
 
     @staticmethod

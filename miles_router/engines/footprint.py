@@ -1,8 +1,8 @@
 """Estimates of a request's prompt length and an answer's sampled tokens, in constant time. No I/O.
 
 A prompt of ids is estimated by the commas in a sample of the body, a text by four bytes per token. The rest of the body
-counts as prompt too; beside a large prompt it is small. The tokens of an image are unknown before it is decoded: a JPEG
-of a megapixel has about 1,300 tokens (Qwen2.5-VL) and 600 kB of base64.
+counts as prompt too; it is small compared with a large prompt. The tokens of an image are unknown before it is decoded:
+a JPEG of a megapixel has about 1,300 tokens (Qwen2.5-VL) and 600 kB of base64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SAMPLE = 256
 _COMMAS = _SAMPLE // 8
 _BYTES_OF_TEXT, _BYTES_OF_IMAGE = 4, 500
 _BASE64 = (string.ascii_letters + string.digits + "+/=").encode("ascii")
-#: A table for `bytes.translate` that changes all bytes but those of base64.
+#: A table for `bytes.translate` that changes all bytes except the base64 alphabet.
 _OTHERS_CHANGED = bytes(byte if byte in _BASE64 else ord("A") for byte in range(256))
 #: The field in `meta_info` and in the `usage` of OpenAI's routes. Inside a string its quotes would be escaped.
 _COUNT = b'"completion_tokens"'

@@ -67,8 +67,8 @@ class GrowingAnswer:
             UnreadableAnswer: as `add`.
         """
         meta: Any = event.get("meta_info")
-        goes_on = isinstance(meta, dict) and meta.get("finish_reason") is None
-        if goes_on and self.incremental is False and meta.get(VERSION) == self.spans[-1]["version"]:
+        unfinished = isinstance(meta, dict) and meta.get("finish_reason") is None
+        if unfinished and self.incremental is False and meta.get(VERSION) == self.spans[-1]["version"]:
             self._skimmed = event
             return
         skimmed, self._skimmed = self._skimmed, None

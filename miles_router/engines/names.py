@@ -85,12 +85,12 @@ class Names:
         inward = dict(zip(_expand_rids(parsed, names), _expand_rids(parsed, fresh), strict=True))
         return written, cls(inward, [(new.encode(), old) for new, old in zip(fresh, own, strict=True)])
 
-    def to_client(self, said: bytes) -> bytes:
+    def to_client(self, data: bytes) -> bytes:
         """Return an engine's answer with the client's ids. The engine's ids are random, so no other text contains
         them."""
         for new, old in self._client_names:
-            said = said.replace(new, old)
-        return said
+            data = data.replace(new, old)
+        return data
 
     def __bool__(self) -> bool:
         return bool(self._client_names)

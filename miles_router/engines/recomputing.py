@@ -52,12 +52,12 @@ class AskedSampling(NamedTuple):
     """The parts of a generation request that determine its logprobs.
 
     Attributes:
-        said: the request's own values of settings that otherwise have defaults.
+        requested: the request's own values of settings that otherwise have defaults.
         reshaped_by: the setting that changed the distribution of its logprobs, or None.
         adapter: the adapter that sampled, "" for the base weights; None if it is unknown.
     """
 
-    said: Mapping[str, Any]
+    requested: Mapping[str, Any]
     reshaped_by: str | None
     adapter: str | None
 
@@ -192,7 +192,7 @@ def read(body: bytes, ids: Sequence[int], top_k: int = 0) -> Recomputed:
 
     Raises:
         RecomputationCut: the request was aborted, or several weight versions computed it.
-        UnreadableAnswer: the answer has no logprobs, or those of other ids.
+        UnreadableAnswer: the answer has no logprobs, or logprobs of other ids.
     """
     with _readable():
         body, entries = take_array(body, ENTRIES)
@@ -243,7 +243,7 @@ def _version(meta: Mapping[str, Any]) -> str | None:
 
 
 def _logprobs(pieces: Iterable[Sequence[Any]], ids: Sequence[int], first: int) -> Logprobs:
-    """Return the logprobs from index `first` on. Raises UnreadableAnswer if they are those of other ids."""
+    """Return the logprobs from index `first` on. Raises UnreadableAnswer if they belong to other ids."""
     logprobs: list[Any] = []
     found: list[Any] = []
     for entries in pieces:
@@ -258,13 +258,13 @@ def _likeliest(pieces: Iterable[Sequence[Any]], count: int, top_k: int) -> Likel
     """Return the likeliest tokens at all positions except the first, which has none.
 
     Raises:
-        UnreadableAnswer: they are those of another number of positions.
+        UnreadableAnswer: the number of positions is not `count`.
         InvalidTrajectory, TypeError, ValueError: an id or a logprob is not one.
     """
     parts = [_likeliest_of(rows, top_k) for rows in pieces]
-    told = sum(len(part.ids) for part in parts)
-    if told != count:
-        raise UnreadableAnswer("logprobs_of_other_tokens", f"likeliest tokens of {told} positions, {count} ids")
+    positions = sum(len(part.ids) for part in parts)
+    if positions != count:
+        raise UnreadableAnswer("logprobs_of_other_tokens", f"likeliest tokens of {positions} positions, {count} ids")
     ids, logprobs = (np.concatenate(arrays)[1:] for arrays in zip(*parts, strict=True))
     return Likeliest(ids, logprobs)
 

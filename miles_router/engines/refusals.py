@@ -44,11 +44,11 @@ def refusal_of(parsed: object) -> EngineRefusal:
     """Return the refusal in an error's body, which is JSON or text. FastAPI puts its message into `detail`."""
     if isinstance(parsed, str):
         return EngineRefusal(parsed[:MAX_MESSAGE].strip() or "no reason was given")
-    said: object = parsed
+    error_value: object = parsed
     if isinstance(parsed, Mapping):
-        said = next((parsed[name] for name in ("error", "detail") if parsed.get(name)), parsed)
-    if isinstance(said, Mapping):
-        code, message = said.get("code"), said.get("message")
+        error_value = next((parsed[name] for name in ("error", "detail") if parsed.get(name)), parsed)
+    if isinstance(error_value, Mapping):
+        code, message = error_value.get("code"), error_value.get("message")
         status = code if isinstance(code, int) and 400 <= code < 600 else None
         return EngineRefusal(str(message)[:MAX_MESSAGE] if message else "no reason was given", status)
-    return EngineRefusal(str(said)[:MAX_MESSAGE])
+    return EngineRefusal(str(error_value)[:MAX_MESSAGE])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, goes_on, is_abort
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, is_abort, is_unfinished
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
 from miles_router.engines.writing import extended
@@ -103,8 +103,11 @@ def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
 
 
 def rows_from_start(fields: RowFields, encoded: str, rows: int, start: int) -> str:
-    """Return the rows from `start` on. If the engine has no `start` field, it returned all `rows` rows and they are cut
-    here. Raises as `cut_rows`."""
+    """Return the rows from token `start` on, in base64 like the input.
+
+    An engine with a `start` field has already returned only these. Otherwise the engine returned all `rows` rows, and
+    this function cuts them. Raises the errors of `cut_rows`.
+    """
     return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
 
 
@@ -201,7 +204,7 @@ class GenerateRows:
     def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
         """Return the last event of a generation, which has the rows. Earlier events repeat earlier tokens and are not
         parsed."""
-        if event.is_last or (not has_rows and goes_on(event.data)):
+        if event.is_last or (not has_rows and is_unfinished(event.data)):
             return None
         return RowAnswer.read(event.parse())
 

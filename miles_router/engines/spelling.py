@@ -59,7 +59,7 @@ def speller_for(backend: Any) -> Speller:
 
 
 class AddedTokens:
-    """The added tokens of a tokenizer, as opposed to those of its model."""
+    """The added tokens of a tokenizer, which are not part of its model's vocabulary."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -86,7 +86,7 @@ class UnknownSpeller(AddedTokens):
         return None
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of an added token; those of other tokens are unknown."""
+        """Return the bytes of an added token; None for any other token."""
         return self._added[token].encode() if token in self._added else None
 
 

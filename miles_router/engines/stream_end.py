@@ -1,7 +1,7 @@
 """A check that a stream which passes unparsed contains the end of its answer. No I/O.
 
 Clients accept a stream that closes normally as a complete answer, even if parts are missing. Text inside an answer
-cannot look like an end marker: its quotes are escaped.
+cannot scan like an end marker: its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class StreamEnd:
     """A scanner of the pieces of one stream.
 
     Attributes:
-        told: whether an event has reported how the answer ends; True if the path needs no such event.
+        has_end: whether an event has reported how the answer ends; True if the path needs no such event.
     """
 
     def __init__(self, path: str) -> None:
         self._mark = _MARKS.get(path)
-        self.told = self._mark is None
+        self.has_end = self._mark is None
         self._done = path in DONE_PATHS
         self._last = b""
 
-    def look(self, piece: bytes) -> bool:
+    def scan(self, piece: bytes) -> bool:
         """Scan the next piece. Always return False: later pieces matter too."""
         seen = self._last + piece
-        self.told = self.told or (self._mark is not None and self._mark.search(seen) is not None)
+        self.has_end = self.has_end or (self._mark is not None and self._mark.search(seen) is not None)
         self._last = seen[-_LONGEST:]
         return False
 
     def missing(self) -> str | None:
-        """Return what a stream that has ended lacks, for an error message; None if it is complete."""
+        """Return the missing part of a stream that has ended, for an error message; None if the stream is complete."""
         if self._done and not self._last.rstrip().endswith(b"data: [DONE]"):
             return "'data: [DONE]'"
-        if not self.told:
+        if not self.has_end:
             return "a finish reason"
         return None if self._done or _WHOLE.search(self._last) else "the end of its last event"

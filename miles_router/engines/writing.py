@@ -37,7 +37,8 @@ def with_key(body: bytes, field: str, key: str, join: Callable[[str, str], str])
 
 
 def _joined(key: str, own: Any, join: Callable[[str, str], str]) -> Any:
-    """Return the joined key. A value that is not a string stays, so that the engine refuses it."""
+    """Return `key`, joined with the request's own key if it has one. An own key that is not a string is returned as it
+    is, so that the engine refuses it."""
     if own is None or own == "":
         return key
     return join(key, own) if isinstance(own, str) else own

@@ -58,8 +58,8 @@ class AdmissionQueue:
         self._timeout = timeout
         self._is_open = is_open
         self._count = itertools.count()
-        #: Training and evaluations, each in order of arrival. The first of the queue is that of the line `_next`, which
-        #: is empty only if both are.
+        #: Training and evaluations, each in order of arrival. The head of the queue is the head of the line `_next`,
+        #: which is empty only if both are.
         self._lines: tuple[list[_QueuedRequest], list[_QueuedRequest]] = ([], [])
         self._next = 0
         self._last = 0  # the line of the request that left last

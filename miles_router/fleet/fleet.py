@@ -158,8 +158,8 @@ class Fleet:
         return worker
 
     async def join_configured(self, worker: Worker, weight_version: str | None) -> None:
-        """Make a configured worker routable that has answered for the first time. Pause it or put it to sleep first if
-        the fleet is. Raises the errors of `join`."""
+        """Make a configured worker routable after its first answer, in which it reported `weight_version`. Pause the
+        worker or put it to sleep first, like the fleet. Raises the errors of `join`."""
         async with self.join_lock:
             await self._match_fleet_state(worker)
             self.pool.make_ready(worker, None if self.pool.weight_version is None else weight_version)
@@ -177,7 +177,7 @@ class Fleet:
         it never released. A registered worker already sleeps."""
         if self.pause is not None:
             engine = await self.engine(new_worker)
-            await self._send_order(new_worker, engine.order(engine.pause_told(self.pause)), "the fleet is paused")
+            await self._send_order(new_worker, engine.order(engine.supported_pause(self.pause)), "the fleet is paused")
         if self.memory_orders and not self._is_registered(new_worker.address) and new_worker.url not in self.slept:
             self.slept.add(new_worker.url)
             try:
@@ -311,7 +311,7 @@ class Fleet:
 
     @property
     def all_reported(self) -> bool:
-        """Whether all workers that answer have reported whether they apply adapters."""
+        """True if every live worker has reported whether it applies LoRA adapters."""
         if self._reported_in is not self.pool.snapshot:
             self._all_reported, self._reported_in = all(map(self._has_reported, self.alive)), self.pool.snapshot
         return self._all_reported
@@ -323,7 +323,8 @@ class Fleet:
 
     @property
     def applies_none(self) -> bool:
-        """Whether no worker that answers applies adapters. Workers that refuse the question count as applying none."""
+        """True if no engine has ever reported that it applies LoRA adapters, and every live worker has reported its
+        adapters or refuses to."""
         unreported = any(worker.adapters is None and not worker.withholds_adapters for worker in self.alive)
         return not self.applies_adapters and not unreported
 
@@ -386,7 +387,8 @@ class Fleet:
             if facts.auto_truncate and not before.auto_truncate:
                 logger.warning("worker_truncates_prompts", extra={"fields": {"worker": worker.url}})
             if facts.lacks and facts.lacks != before.lacks:
-                logger.warning("worker_lacks", extra={"fields": {"worker": worker.url, "lacks": [*facts.lacks]}})
+                missing = {"worker": worker.url, "lacks": [*facts.lacks]}
+                logger.warning("worker_flags_missing", extra={"fields": missing})
             worker.facts, worker.facts_of = facts.after(before), process
             self._update_ranks(worker, worker.facts)
             self._note_names(worker.facts)

@@ -74,7 +74,8 @@ class Gate:
         self.workers_paused_since: float | None = None
         #: Pauses by the router since the start.
         self.pauses = 0
-        #: Those of them in mode "abort". If this changes while a generation runs, the generation was cut.
+        #: The number of those pauses that were in mode "abort". If this changes while a generation runs, the generation
+        #: was cut.
         self.aborting_pauses = 0
         #: The last times it was closed that have ended, however short.
         self.past: deque[ClosedTime] = deque(maxlen=REMEMBERED)

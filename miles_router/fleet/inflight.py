@@ -172,7 +172,7 @@ def _body_ids(exchange: Exchange, body: bytes) -> set[str]:
 
 
 async def _may_contain_id(body: bytes, rid: str, pace: Pace) -> bool:
-    """Return True if a body may contain this id, an id that begins with it, or one that it begins with.
+    """Return True if a body may contain this id, a longer id that begins with it, or a shorter id that it begins with.
 
     The last case is a list of prompts with one id: `r` becomes `r_0`, `r_1`. The bytes need not be valid JSON.
     """

@@ -237,7 +237,7 @@ class WorkerPool(WorkerTable):
         self, policy: Policy, key: str | None, excluded: Collection[Worker], tokens: int, body: bytes
     ) -> Lease:
         """Lease a prefill unit, which computes the prompt of a generation that a decode unit answers. A session has a
-        home among the prefill units too. Arguments are those of `lease`.
+        home among the prefill units too. The other arguments are the same as for `lease`.
 
         Raises:
             NoWorkerAvailable: no prefill worker is routable and not excluded.
@@ -375,12 +375,12 @@ class WorkerPool(WorkerTable):
         self._change_caches(workers)
         self.record_update(workers, version)
 
-    def record_update(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
-        """Record that `workers` took an update to this version (None: it named none), or, without `took`, that only
-        the version's name was set. Under `same-weights` the other workers get no requests until they are updated."""
+    def record_update(self, workers: Collection[Worker], version: str | None, *, changed: bool = True) -> None:
+        """Record that `workers` got new weights, or with `changed` False only a new name for their version.
+        `version` is None if it is unknown. Under `same-weights` the other workers get no requests until updated."""
         self.weight_version, self.unnamed_weights, self.updated = version, version is None, True
         for worker in self:
-            worker.missed_update = (version is None or worker.missed_update) and not (took and worker in workers)
+            worker.missed_update = (version is None or worker.missed_update) and not (changed and worker in workers)
         for worker in workers if version is not None else ():
             worker.weight_version = version
         self._settle_weights()

@@ -24,7 +24,7 @@ NO_UNITS = Units()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The units by what they may be sent. A later snapshot has a higher number."""
+    """The units of a pool, grouped by the requests that they may receive. A later snapshot has a higher number."""
 
     number: int = 0
     routable: Units = NO_UNITS

@@ -23,12 +23,12 @@ Listed = Mapping[str, str]
 MAX_FILE_BYTES, MAX_LINE, MAX_WORKERS = 4 * 1024 * 1024, 8 * 1024, 10_000
 MAX_PORT = 65535
 DNS, FILE = "dns://", "file:"
-#: The fields that a line or a DNS source may have beside the address.
+#: The fields that a line or a DNS source may have besides the address.
 FIELDS = frozenset({"model_id", "worker_type", "bootstrap_port", "labels", "priority", "cost", "api_key"})
 
 
 class SourceUnreadable(Exception):
-    """A source could not be read, or what was read may be incomplete; its last list stays valid."""
+    """A source of worker addresses could not be read, or its list may be incomplete. Its last list stays valid."""
 
 
 class Source(ABC):
@@ -72,7 +72,7 @@ def _settle(found: asyncio.Future[Sequence[Listed]], listed: Sequence[Listed], e
 
 
 class DnsSource(Source):
-    """All addresses of a DNS name. A headless service of Kubernetes has those of its ready pods."""
+    """All addresses of a DNS name. A headless service of Kubernetes has the addresses of its ready pods."""
 
     def __init__(self, name: str, host: str, port: int, fields: Listed) -> None:
         super().__init__(name)

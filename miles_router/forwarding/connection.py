@@ -61,7 +61,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pulse: Pulse | None = None  # counts signs of life of the engine; None if the request needs no engine work
         self._headers: RawHeaders = []
         self._head_bytes = 0
-        self._in_head = True  # the headers that arrive are those of the reply's head
+        self._in_head = True  # the headers that arrive belong to the reply's head, not to its trailers
         self._is_head_request = False  # the request was HEAD
         self._body = NO_BODY
         self._remaining = 0  # bytes of a Content-Length body still to come

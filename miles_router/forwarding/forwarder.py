@@ -228,7 +228,7 @@ class Forwarder:
     def _record_names(
         self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
     ) -> None:
-        """Record the generation names that the workers get: the client's (`given`) or their replacements (`others`)."""
+        """Record the names (`rid`) that the workers get: `others`, or the client's names (`given`) if that is None."""
         if given:
             own = given if others is None else ()
             request.names = NameUse(self._used_names, workers, own, others or ())
@@ -362,7 +362,7 @@ class Forwarder:
         path = request.endpoint  # without the session id, so that the set stays small
         if path not in (unkeyed := facts.learned(UnkeyedPaths)):
             unkeyed.add(path)
-            logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
+            logger.warning("prefix_caches_not_separated", extra={"fields": {"worker": worker.url, "path": path}})
         return False
 
     def must_wait(self, request: Outgoing, routing: Routing) -> bool:

@@ -121,7 +121,7 @@ def send(
     The caller closes the reply.
 
     Args:
-        target, body, headers: sent in place of those of the request.
+        target, body, headers: sent in place of the request's own.
         slot, admit, fresh: see `Upstream.open`.
 
     Raises:

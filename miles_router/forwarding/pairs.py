@@ -105,9 +105,9 @@ class Halves:
             CannotServe: a worker reports another role, needs translation, or lacks the bootstrap port.
         """
         for worker in (self.prefill.worker, self.decode):
-            said = worker.facts.half if worker.facts is not None else None
-            if said is not None and said != worker.role.value:
-                raise CannotServe(f"{worker.url} is registered as {worker.role.value}, but reports that it is {said}")
+            half = worker.facts.half if worker.facts is not None else None
+            if half is not None and half != worker.role.value:
+                raise CannotServe(f"{worker.url} is registered as {worker.role.value}, but reports that it is {half}")
             if worker.engine is not None and worker.engine.translates:
                 raise CannotServe(f"{worker.url} cannot be in a pair: its engine is {worker.engine.kind}")
         if self.prefill.worker.bootstrap_port is None:
@@ -271,14 +271,14 @@ class PairExchange:
         """
         if prefill is not None and not prefill.failed:
             return prefill
-        refusal, said = prefill, b"" if prefill is None else prefill.beginning
+        refusal, beginning = prefill, b"" if prefill is None else prefill.beginning
         if decode is not None and decode.status != OK:
             refusal = self._buffered_reply(decode, [await decode.read_all(self._limit)])
-            said += refusal.beginning
+            beginning += refusal.beginning
         elif decode is not None:
             with suppress(TimeoutError):  # a stream whose first bytes contain the reason, or no bytes
-                said += await tasks.within(REASON_TIMEOUT, decode.peek(), name="decode half's reason")
-        if self._was_cut() or reports_abort(said):
+                beginning += await tasks.within(REASON_TIMEOUT, decode.peek(), name="decode half's reason")
+        if self._was_cut() or reports_abort(beginning):
             raise PairInterrupted(cut=True)
         assert refusal is not None
         return refusal
@@ -330,9 +330,9 @@ class PairExchange:
         first_bytes = await reply.peek()
         if has_error(first_bytes) and (self._was_cut() or reports_abort(first_bytes)):
             raise PairInterrupted(cut=True)
-        said = first_version(first_bytes) or self._halves.decode.weight_version
-        if None not in (prefill.version, said) and prefill.version != said:
-            self._interrupt(f"{self._halves.decode.url} has weights {said}, its prefill worker {prefill.version}")
+        version = first_version(first_bytes) or self._halves.decode.weight_version
+        if None not in (prefill.version, version) and prefill.version != version:
+            self._interrupt(f"{self._halves.decode.url} has weights {version}, its prefill worker {prefill.version}")
         if not (self._paired.rows or self._paired.prompt_logprobs or self._names):
             return reply
         rows = RowStrings(self._paired.rows)
@@ -352,7 +352,7 @@ class PairExchange:
         are unknown.
 
         Raises:
-            PairInterrupted: they changed.
+            PairInterrupted: the weights changed.
             UpstreamError: they changed in too many attempts.
         """
         worker = self._halves.prefill.worker

@@ -26,7 +26,7 @@ async def ask_parts(parts: Parts, ask: AskPart, limit: int) -> PartReply | Merge
         limit: maximum bytes of a complete answer.
 
     Raises:
-        The first error of `ask`; the other parts are broken off.
+        The first error of `ask`; the other parts are aborted.
         UpstreamError: the joined answer is longer than `limit`, or only some parts are streams.
     """
     replies: dict[int, PartReply] = {}

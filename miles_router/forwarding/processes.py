@@ -10,7 +10,8 @@ import itertools
 
 
 class Processes:
-    """A map from URL to a number for its process, valid from the first connection until the last one is lost."""
+    """A map from a worker's URL to a number for the process there. A number is valid from the first open connection
+    until the last one closes; a later process gets another number."""
 
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
@@ -18,7 +19,7 @@ class Processes:
         self._next = itertools.count(1)
 
     def connected(self, url: str) -> None:
-        """Count a new connection."""
+        """Count a new connection to `url`; the first one gives the process there a new number."""
         if url not in self._open:
             self._open[url], self._numbers[url] = 0, next(self._next)
         self._open[url] += 1

@@ -170,7 +170,7 @@ def stream_end(path: str, reply: AnyReply, send: Send) -> StreamEnd | None:
     ):
         return None
     end = StreamEnd(path)
-    reply.observe(end.look)
+    reply.observe(end.scan)
     return end
 
 

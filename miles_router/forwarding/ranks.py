@@ -97,7 +97,7 @@ class Ranks:
         if rank is None or read is None:
             return
 
-        def look(data: bytes) -> bool:
+        def check_rank(data: bytes) -> bool:
             answered = read(data)
             if answered is not None and answered != rank:
                 self._metrics.ignored_ranks += 1
@@ -106,4 +106,4 @@ class Ranks:
                 )
             return answered is not None
 
-        reply.observe(look)
+        reply.observe(check_rank)

@@ -87,8 +87,8 @@ async def _tokenize(upstream: Upstream, worker: Worker, engine: Engine, request:
         status, answer = await tasks.within(TOKENIZE_TIMEOUT, ask(), name=f"tokenize at {worker.url}")
     except TimeoutError:
         raise UpstreamTimeout(f"{worker.url}{question.path} did not answer within {TOKENIZE_TIMEOUT:g} s") from None
-    said = read_json(answer) if status == OK else None
-    ids = question.read(said) if isinstance(said, dict) else None
+    parsed = read_json(answer) if status == OK else None
+    ids = question.read(parsed) if isinstance(parsed, dict) else None
     if ids is None:
         raise CannotServe(f"it did not tokenize the prompt: {question.path} answered {status}")
     return ids

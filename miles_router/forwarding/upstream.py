@@ -161,7 +161,8 @@ class Upstream:
             reply.close()
 
     def is_awaiting(self, address: WorkerUrl, pulse: Pulse) -> bool:
-        """Return True if a request waits for (the rest of) its reply from the engine with this pulse."""
+        """Return True if a request waits for its reply, or the rest of it, from the engine process at `address` whose
+        reply pieces `pulse` counts."""
         return any(connection.is_awaiting(pulse) for connection in self._open.get(address.url, ()))
 
     def activity(self, worker: Worker) -> WorkerActivity:

@@ -60,7 +60,7 @@ class NameUse:
         """Record that the request is over. Idempotent.
 
         Args:
-            forgotten: True if the workers certainly do not use the names any more.
+            released: True if the workers certainly do not use the names any more.
         """
         if not self._ended:
             self._ended = True

@@ -22,7 +22,7 @@ LAYER = "partial_rollouts"
 
 
 class ResumeStatistics(Statistics, prefix="miles_router_partial_rollouts"):
-    """Counters of cut generations: resumed ones, and ones that were returned incomplete."""
+    """Counters of cut generations: how many were resumed, and how many were returned incomplete."""
 
     resumed = counter("Resumptions of cut generations; one generation may be resumed several times.")
     returned = counter("Cut generations that could not be resumed and were returned incomplete.")

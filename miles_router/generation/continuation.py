@@ -40,7 +40,7 @@ def check_stateless(generation: ResumableGeneration) -> None:
 
 
 async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestions) -> None:
-    """Set `generation.prompt` to the prompt ids: those of the request, or from the worker's tokenizer.
+    """Set `generation.prompt` to the prompt ids, from the request or from the worker's tokenizer.
 
     Raises:
         CannotResume: the number of ids differs from the prompt length that the worker reported.

@@ -128,14 +128,14 @@ class ContinuedRequest:
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("generation_not_resumed", extra={"fields": fields})
 
-    async def carry_on(self, generations: Sequence[ResumableGeneration]) -> None:
+    async def resume_generations(self, generations: Sequence[ResumableGeneration]) -> None:
         """Resume generations concurrently. Each gets its own exchange, so that an abort reaches only its own current
         worker.
 
         Raises:
             UpstreamBroken: a worker was lost, and its generation must not look complete.
             ClientDisconnected: the client has disconnected.
-            WeightsChanged: the fleet has other weights than those that began an evaluation.
+            WeightsChanged: the evaluation began with other weights than the fleet has now.
         """
         with ExitStack() as stack:
             works = []
@@ -155,10 +155,10 @@ class ContinuedRequest:
                 stack.enter_context(self.in_flight(exchange, b""))
                 stack.enter_context(self.rows_of(generation, exchange))
                 questions = EngineQuestions(self.services.router, exchange, self.scope["headers"])
-                works.append(self._carry_on(generation, questions))
+                works.append(self._resume_generation(generation, questions))
             await together(works, name="carry on")
 
-    async def _carry_on(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
+    async def _resume_generation(self, generation: ResumableGeneration, questions: EngineQuestions) -> None:
         services, exchange, seam = self.services, questions.exchange, Seam(generation, questions)
         lost = 0  # consecutive losses without a token: a request that crashes every worker must not reach them all
         while not generation.has_ended:

@@ -19,7 +19,7 @@ from miles_router.engines.rows import ROW_FIELDS, RowFields, rows_from_start
 from miles_router.generation.joining import RESUMED, ROWS, join
 from miles_router.trajectory.rows import RowKind
 
-#: Optional fields of `meta_info` that `join` needs besides those of the tokens, and their types.
+#: Optional fields of `meta_info` that `join` needs besides the fields about tokens, and their types.
 META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, **dict.fromkeys(ROWS, str)}
 #: The seed field, and the field of an answer that reports that a resumed attempt ran without the seed.
 SEED, SEED_DROPPED = "sampling_seed", "seed_dropped"
@@ -214,9 +214,9 @@ class ResumableGeneration:
 
     @property
     def rids(self) -> set[str]:
-        """All its ids: the client's and those of its workers."""
-        said = [each["meta_info"].get("id") for each in (self.answer, self.current) if each is not None]
-        return {each for each in [self.request.get(RID), *said] if isinstance(each, str)}
+        """All ids of the generation: the client's id and the workers' ids."""
+        ids = [each["meta_info"].get("id") for each in (self.answer, self.current) if each is not None]
+        return {each for each in [self.request.get(RID), *ids] if isinstance(each, str)}
 
     @property
     def rid(self) -> str | None:

@@ -64,7 +64,8 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_length(finish: Any, shift: int) -> Any:
-    """Add the earlier tokens to the count in `{"type": "length", "length": n}`."""
+    """Return a finish reason `{"type": "length", "length": n}` with n increased by `shift`, the number of tokens from
+    earlier attempts. Other finish reasons are returned unchanged."""
     if isinstance(finish, Mapping) and isinstance(finish.get("length"), int):
         return {**finish, "length": finish["length"] + shift}
     return finish

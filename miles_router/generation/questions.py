@@ -248,10 +248,10 @@ class EngineQuestions:
     async def incremental(self, facts: Facts) -> bool:
         """Return whether an engine streams only new tokens. If it does not report it, the first worker that does
         decides; without any, the answer is SGLang's default, False."""
-        said = await self._first_reported(lambda each: each.incremental_streaming, facts)
-        if said is None:
+        reported = await self._first_reported(lambda each: each.incremental_streaming, facts)
+        if reported is None:
             logger.warning("incremental_streaming_unknown")
-        return bool(said)
+        return bool(reported)
 
     async def defaults(self, facts: Facts) -> Mapping[str, Any]:
         """Return the engine's default sampling parameters. If it reports none, the first worker that does decides."""

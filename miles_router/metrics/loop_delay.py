@@ -46,6 +46,6 @@ class LoopDelay(Statistics, prefix="miles_router"):
         self._wait(loop)
 
     def _worst(self) -> float:
-        """Return the longest delay, including that of a timer which is late now and has not fired yet."""
+        """Return the longest delay, including the delay so far of a timer that is late and has not fired yet."""
         late = asyncio.get_running_loop().time() - self._due if self._timer is not None else 0.0
         return max(0.0, late, *self._delays)

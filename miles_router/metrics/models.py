@@ -1,4 +1,4 @@
-"""The metrics of several trained models as one: equal families, told apart by the label `model_id`."""
+"""Merge the metrics of several trained models: samples of one metric family differ in their label `model_id`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from prometheus_client.registry import Collector
 MODEL = "model_id"
 
 
-class OfModels(Collector):
-    """The collectors that the middlewares of several models have of one kind.
+class ModelsCollector(Collector):
+    """One Prometheus collector for several models, whose middlewares have a collector of the same class each.
 
     Args:
-        default: that of the default model, whose samples have no further label.
-        others: those of the other models, by `model_id`.
+        default: the default model's collector; its samples get no `model_id` label.
+        others: the other models' collectors, by `model_id`.
     """
 
     def __init__(self, default: Collector, others: Mapping[str, Collector]) -> None:
@@ -24,7 +24,7 @@ class OfModels(Collector):
         self._others = others
 
     def collect(self) -> Iterable[Metric]:
-        """Return the families of the default model, with the samples of the other models behind its own."""
+        """Return the metric families; in each, the default model's samples come first."""
         families = {family.name: family for family in self._default.collect()}
         for model, collector in self._others.items():
             for family in collector.collect():
@@ -34,8 +34,12 @@ class OfModels(Collector):
         return families.values()
 
 
-def grouped(default: Sequence[Collector], others: Mapping[str, Sequence[Collector]]) -> Iterator[Collector]:
-    """Yield the collectors of the default model, each with those of the same class of the other models."""
+def merge_models(default: Sequence[Collector], others: Mapping[str, Sequence[Collector]]) -> Iterator[Collector]:
+    """Yield the default model's collectors, each merged with the other models' collectors of the same class.
+
+    Several collectors of one class are matched by their order. The other models' collectors without a match are left
+    out.
+    """
     left: dict[str, dict[type, deque[Collector]]] = {}
     for model, collectors in others.items():
         by_class = left[model] = defaultdict(deque)
@@ -43,4 +47,4 @@ def grouped(default: Sequence[Collector], others: Mapping[str, Sequence[Collecto
             by_class[type(each)].append(each)
     for each in default:
         same = {model: found.popleft() for model, by_class in left.items() if (found := by_class[type(each)])}
-        yield OfModels(each, same) if same else each
+        yield ModelsCollector(each, same) if same else each

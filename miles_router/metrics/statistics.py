@@ -127,7 +127,7 @@ def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = N
 def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None) -> Any:
     """Declare a number that is read on demand by a function passed to `Statistics(...)`.
 
-    With `by`, that function returns a mapping. The arguments are those of `counter`.
+    With `by`, that function returns a mapping. The arguments are the same as for `counter`.
     """
     return Declaration("gauge", help, name, _names(by))
 
@@ -137,7 +137,7 @@ def histogram(help: str, *, name: str | None = None) -> Histogram: ...
 @overload
 def histogram(help: str, *, by: str | tuple[str, ...], name: str | None = None) -> defaultdict[Any, Histogram]: ...
 def histogram(help: str, *, by: Any = (), name: str | None = None) -> Any:
-    """Declare a histogram of seconds: `counts.waited.observe(seconds)`. The arguments are those of `counter`."""
+    """Declare a histogram of seconds: `counts.waited.observe(seconds)`. The arguments are the same as for `counter`."""
     return Declaration("histogram", help, name, _names(by))
 
 

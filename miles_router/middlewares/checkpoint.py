@@ -169,14 +169,14 @@ def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | Non
     Differences that `tokenizer_config.json` requests are allowed: the matching of added tokens, and the special tokens
     at the beginning and end of a text.
     """
-    told = settings.get("added_tokens_decoder")
+    saved = settings.get("added_tokens_decoder")
     alike = []
     here = loaded.get_added_tokens_decoder()
     for token, added in own.get_added_tokens_decoder().items():
-        how = _found_by(here.get(token))
-        if how == _found_by(added):
+        how = _match_flags(here.get(token))
+        if how == _match_flags(added):
             alike.append(added.content)
-        elif how is None or how != _told(told.get(str(token)) if isinstance(told, dict) else None):
+        elif how is None or how != _saved_match_flags(saved.get(str(token)) if isinstance(saved, dict) else None):
             return f"has another added token {token} than {added.content!r}"
     text = probe_text(alike, usual=False)
     for part in (*text.split("\n"), text):
@@ -192,13 +192,13 @@ def _difference(loaded: Any, own: Any, settings: Mapping[str, Any]) -> str | Non
     return None
 
 
-def _found_by(added: Any) -> tuple[object, ...] | None:
+def _match_flags(added: Any) -> tuple[object, ...] | None:
     """Return an added token's text and matching flags: lstrip, rstrip, single_word."""
     return None if added is None else (added.content, added.lstrip, added.rstrip, added.single_word)
 
 
-def _told(added: Any) -> tuple[object, ...] | None:
-    """Return the same tuple as `_found_by` for an entry of `tokenizer_config.json`."""
+def _saved_match_flags(added: Any) -> tuple[object, ...] | None:
+    """Return the same tuple as `_match_flags` for an entry of `tokenizer_config.json`."""
     if not isinstance(added, dict):
         return None
     return (added.get("content"), *(added.get(name, False) for name in ("lstrip", "rstrip", "single_word")))

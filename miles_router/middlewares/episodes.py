@@ -185,7 +185,7 @@ class EpisodeView(ListedEpisode, Protocol):
     """An episode with its turns and tokens, in its present state."""
 
     def about(self) -> Mapping[str, Any]:
-        """Return the fields shown beside the turns: `metadata`, `contract`, `untraced`."""
+        """Return the fields shown next to the turns: `metadata`, `contract`, `untraced`."""
         ...
 
     def turns(self) -> Iterable[TurnRow]:

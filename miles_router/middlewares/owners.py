@@ -70,7 +70,7 @@ class Owners:
         """Keep the connections between processes open inside the block."""
         yield
 
-    async def answer(
+    async def answer_or_forward(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
         """Answer a request with `here`, or relay the answer of the process that owns the name in the request.
@@ -96,14 +96,14 @@ class Owners:
             Unavailable: another process forwarded the request here, and this one does not own the name.
         """
 
-    def prefer(self, scope: Scope) -> None:
-        """Return only in the home process of the affinity key in the headers. Read the request's body first.
+    def prefer_home(self, scope: Scope) -> None:
+        """Return only if this process is the home of the affinity key in the headers. Read the request's body first.
 
         Raises:
             Elsewhere: another process is the key's home. If it is unavailable, this process answers.
         """
 
-    def is_asked(self, scope: Scope) -> bool:
+    def asked_by_other_process(self, scope: Scope) -> bool:
         """Return whether the request comes from another process's `ask`, for this process's part of an answer."""
         return False
 

@@ -4,7 +4,7 @@ hold trajectories or capture rows.
 One middleware captures a kind of rows: it requests them from the engine and takes them out of answers. Middlewares
 around it hold trajectories, and keep a trajectory's rows as long as the trajectory:
 
-    outer middleware   RowDeliveries.captured(router.rows, ...).left_on(exchange)
+    outer middleware   RowDeliveries.captured(router.rows, ...).attached_to(exchange)
                                                          ──►  the engine is asked for the rows that are not held yet
     outer middleware   deliveries.take(answer, tokens)   ◄──  rows of each kind, checked against the answer's tokens
     outer middleware   router.rows[kind].sources[...]    ◄──  a request for the rows of one of its trajectories
@@ -76,7 +76,7 @@ def first_prefix(line: Iterable[tuple[TrajectoryRows | None, int]]) -> RowPrefix
     """Return the first usable prefix among a trajectory's rows and its ancestors' rows.
 
     Args:
-        line: the trajectory's rows, then those of its ancestors, each with the number of prompt tokens it covers.
+        line: the trajectory's rows, then the rows of its ancestors, each with the number of prompt tokens it covers.
     """
     prefixes = (RowPrefix.of(each.rows, tokens) for each, tokens in line if each is not None)
     return next((prefix for prefix in prefixes if prefix is not None), None)
@@ -119,7 +119,7 @@ class RowDelivery:
     missing: str | None = None  # the reason for an answer without an entry in `unchecked`
 
     @contextmanager
-    def left_on(self, exchange: Exchange) -> Iterator[RowDelivery]:
+    def attached_to(self, exchange: Exchange) -> Iterator[RowDelivery]:
         """Attach this delivery to the exchange while the inner app is called and its answers are taken.
 
         Leaving the block detaches the delivery and drops its prefixes and unchecked rows.
@@ -182,11 +182,11 @@ class RowDeliveries(dict[RowKind, RowDelivery]):
         return cls({kind: RowDelivery(kind, prefixes(kind), per_prompt=per_prompt, missing=missing) for kind in kinds})
 
     @contextmanager
-    def left_on(self, exchange: Exchange) -> Iterator[None]:
+    def attached_to(self, exchange: Exchange) -> Iterator[None]:
         """Attach all deliveries to the exchange inside the block."""
         with ExitStack() as stack:
             for delivery in self.values():
-                stack.enter_context(delivery.left_on(exchange))
+                stack.enter_context(delivery.attached_to(exchange))
             yield
 
     def take(self, answer: int, tokens: int, rid: str | None = None) -> RowsByKind:

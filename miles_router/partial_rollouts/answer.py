@@ -28,7 +28,7 @@ class ResumableAnswer(ResumableRequest):
         if not cut:
             return
         self.answers = opening.answers
-        await self.carry_on(cut)
+        await self.resume_generations(cut)
         await opening.answer(orjson.dumps(self.answers if self.indexed else self.answers[0]))
 
     async def _opened(self, body: bytes) -> _OpeningAnswer:

@@ -50,7 +50,7 @@ class ResumableStream(ResumableRequest):
                 self._prepare_lost(running, opening.attempt)
                 lost = True
         if lost or opening.is_cut:
-            await self.carry_on([each for each in self.generations if each.is_cut])
+            await self.resume_generations([each for each in self.generations if each.is_cut])
             await opening.finish(LAST_EVENT)
 
     def _prepare_lost(self, generations: list[ResumableGeneration], attempt: Attempt) -> None:
@@ -83,7 +83,7 @@ class ResumableStream(ResumableRequest):
     async def emit(
         self, generation: ResumableGeneration, answer: Mapping[str, Any], *, until: int | None = None
     ) -> None:
-        """Send one event to the client, with the text up to `until`; in an incremental stream only what is new."""
+        """Send one event to the client, with the text up to `until`; in an incremental stream only the new part."""
         text = answer["text"][:until]
         shown = {**answer, "text": text}
         if generation.streams_deltas:

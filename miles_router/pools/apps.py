@@ -32,7 +32,7 @@ class Reception:
         return self._choose(scope, receive, send)
 
     async def _choose(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not await self._pools.look():
+        if not await self._pools.must_read_model():
             await self._app(scope, receive, send)
             return
         exchange = Exchange.of(scope)

@@ -128,7 +128,7 @@ class PoolChoice:
     def _by_names(self, model: str) -> tuple[ModelPool, str | None] | None:
         """Return the only pool whose model has this name, or is the base of the adapter in it; None if several
         match."""
-        pools, default = [pool for pool in self._pools if pool.peopled], self._pools.default
+        pools, default = [pool for pool in self._pools if pool.selectable], self._pools.default
         names = {pool: pool.names | ({models.DEFAULT} if pool is default else set()) for pool in pools}
         called = [pool for pool in pools if model in names[pool]]
         if called:
@@ -153,7 +153,7 @@ class PoolChoice:
             UnknownModel: no pool has it, or several do.
             NoWorkerAvailable: a worker has not reported its adapters.
         """
-        adapters = {pool: await pool.adapters() for pool in self._pools if pool.peopled}
+        adapters = {pool: await pool.adapters() for pool in self._pools if pool.selectable}
         having = [pool for pool, each in adapters.items() if model in each]
         if len(having) < 2:
             for pool in adapters:

@@ -1,4 +1,4 @@
-"""Discovery: adds the workers that sources list, and drains those that are listed no more."""
+"""Discovery: adds the workers that sources list, and drains workers that are not listed any more."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Read:
         except SourceUnreadable as error:
             if self.problem != str(error):
                 fields = {"source": self.source.name, "reason": str(error)}
-                logger.warning("discovery_unread", extra={"fields": fields})
+                logger.warning("discovery_source_unreadable", extra={"fields": fields})
             self.problem = str(error)
             return False
         self.problem = None
@@ -112,11 +112,11 @@ class Discovery:
 
     async def _read_again(self, first: asyncio.Event) -> None:
         while True:
-            await self.look()
+            await self.read_sources()
             first.set()
             await asyncio.sleep(self._interval)
 
-    async def look(self) -> None:
+    async def read_sources(self) -> None:
         """Read every source once, and add and drain workers accordingly."""
         for each, read in zip(self._reads, await asyncio.gather(*(each.update() for each in self._reads)), strict=True):
             if not read:

@@ -34,8 +34,8 @@ Answer = TypeVar("Answer")
 
 
 class Inquiry(Generic[Answer]):
-    """A question to all workers of a pool. Requests that need it at the same time share one answer, and it is asked
-    again only after `FRESH` seconds."""
+    """A question to all workers of a pool. Concurrent requests share one answer, which is reused for `FRESH`
+    seconds."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> None:
         self._ask = ask
@@ -82,8 +82,8 @@ class ModelPool:
         self.app = app
         self.health = health
         self.running = running
-        #: Whether the pool has ever had a worker, or is known without one.
-        self.peopled = False
+        #: Whether requests may name this pool: it has had a worker, or it is one of `trained`.
+        self.selectable = False
         self._facts = Inquiry(self._ask_facts)
         self._adapters = Inquiry(self._ask_adapters)
         self._key: bytes | None = None  # the key last sent to workers that withhold their adapters without one
@@ -101,7 +101,7 @@ class ModelPool:
         return f"{next(filter(None, served), models.DEFAULT)}:{adapter}"
 
     async def adapters(self, key: bytes | None = None) -> set[str]:
-        """Return the adapters of all workers together, asked now; a worker that does not answer counts with its last
+        """Ask all workers for their adapters, and return the union. A worker that does not answer counts with its last
         list. `key` is the client's `Authorization`, sent to workers that have no key of their own.
 
         Raises:
@@ -113,21 +113,21 @@ class ModelPool:
             if key != self._key:
                 self._key, self._withheld = key, Inquiry(lambda: self._ask_adapters(key))
             await self._withheld.answer()
-        told = [worker.adapters for worker in workers if worker.adapters is not None]
+        reported = [worker.adapters for worker in workers if worker.adapters is not None]
         if not workers:
             return {*self.fleet.adapter_names}
-        if not told and not all(worker.withholds_adapters for worker in self.fleet.alive):
+        if not reported and not all(worker.withholds_adapters for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
         # A worker that withholds its list from this client's key refuses the request too.
-        return set().union(*told)
+        return set().union(*reported)
 
     async def has_had(self, adapter: str, key: bytes | None = None) -> bool:
         """Return whether a worker has this adapter, or had it earlier in this run: the engine then loads it again or
         refuses it.
 
         Raises:
-            NoWorkerAvailable: the adapter is not known, and the list of a worker that applies adapters is not
-                either.
+            NoWorkerAvailable: no known adapter has this name, but a worker that applies adapters has not reported its
+                list yet.
         """
         if adapter in self.fleet.adapter_names:
             return True
@@ -142,21 +142,21 @@ class ModelPool:
         """Check that each worker that applies adapters has reported its list.
 
         Raises:
-            NoWorkerAvailable: a worker has not.
+            NoWorkerAvailable: a worker has not reported it.
         """
         if any(worker.applies_adapters and worker.adapters is None for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
 
     def forget_adapters(self) -> None:
-        """Have the adapters asked for again at the next request: they may have changed."""
+        """Make the next request ask for the adapters again, since they may have changed."""
         self._adapters, self._key = Inquiry(self._ask_adapters), None
 
     async def learn(self) -> None:
-        """Ask the workers for their model's name, if no worker has reported one yet."""
-        if self.peopled and not self.fleet.model_names:
+        """Ask the workers for the name of their model, unless one has reported it already."""
+        if self.selectable and not self.fleet.model_names:
             await self._facts.answer()
 
-    async def hear(self) -> None:
+    async def ask_first_workers(self) -> None:
         """Ask the first workers whether they apply adapters, and wait for the answers. Requests do not wait for workers
         that join later, since these may still be starting."""
         answering = self.fleet.alive
@@ -168,10 +168,10 @@ class ModelPool:
         asked = [worker for worker in fleet.alive if key is None or worker.withholds_adapters]
         patience = IMPATIENCE if any(worker.adapters is not None for worker in asked) else None
         asking = (ask_for_adapters(fleet.probes, worker, patience, key) for worker in asked)
-        for worker, told in zip(asked, await asyncio.gather(*asking), strict=True):
-            if told is not None:
-                worker.adapters = told
-                fleet.note_adapters(told)
+        for worker, reported in zip(asked, await asyncio.gather(*asking), strict=True):
+            if reported is not None:
+                worker.adapters = reported
+                fleet.note_adapters(reported)
 
     async def _ask_facts(self) -> None:
         await asyncio.gather(*(self.fleet.facts(worker.url) for worker in self.fleet.alive))
@@ -194,12 +194,12 @@ class Pools:
         #: Whether a worker has ever been registered with a `model_id`.
         self.named = False
         #: Whether a middleware serves one model only. Which model must not depend on the worker that registers first.
-        self.layered = False
+        self.one_model_only = False
         self.default = self._new(default)
         #: The names of further pools with middlewares.
         self.trained = frozenset(trained)
         for name in sorted(self.trained):
-            self._new(name).peopled = self.named = True
+            self._new(name).selectable = self.named = True
 
     def __iter__(self) -> Iterator[ModelPool]:
         return iter(tuple(self._pools.values()))
@@ -211,7 +211,7 @@ class Pools:
         pool.router.of_model = lambda model_id: self.of_id(model_id).router
 
         def note(transition: Transition) -> None:
-            pool.peopled = True
+            pool.selectable = True
             pool.forget_adapters()  # the new worker may have others
             self.named = self.named or bool(pool.name)
 
@@ -231,18 +231,19 @@ class Pools:
                 self._running = None
 
     def has_one_model(self) -> bool:
-        """Return whether it is known that all requests mean the same model, without adapters: `look` would return
-        False."""
+        """Return True if `must_read_model` would return False: all requests are for one model without adapters, and
+        every worker has reported that."""
         fleet = self.default.fleet
         return not self.named and not fleet.applies_adapters and fleet.all_reported
 
-    async def look(self) -> bool:
-        """Return whether a request's model must be read: it may decide about the pool or the adapter."""
+    async def must_read_model(self) -> bool:
+        """Return whether the router must read the model in a request, to choose its pool or LoRA adapter. Wait for the
+        first workers' answers about adapters."""
         if self.named:
             return True
         default = self.default
         if not default.fleet.all_reported:
-            await default.hear()
+            await default.ask_first_workers()
         return default.fleet.applies_adapters or not default.fleet.all_reported
 
     # By name
@@ -250,9 +251,9 @@ class Pools:
     def find(self, name: str) -> ModelPool | None:
         """Return the pool of a `model_id`, or None if it has never had a worker."""
         pool = self._pools.get(name)
-        return pool if pool is not None and pool.peopled else None
+        return pool if pool is not None and pool.selectable else None
 
-    def named_as(self, name: str) -> ModelPool:
+    def __getitem__(self, name: str) -> ModelPool:
         """Return the existing pool of this name."""
         return self._pools[name]
 
@@ -266,7 +267,7 @@ class Pools:
             return self.default
         pool = self._pools.get(name)
         if pool is None:
-            if self.layered and not self.default.name:
+            if self.one_model_only and not self.default.name:
                 raise BadRequest("model_id: the router's middlewares serve one model; set its model_id with --model-id")
             if len(self._pools) >= MAX_POOLS:
                 raise BadRequest(f"the router has {MAX_POOLS} models already, which is the limit")
@@ -276,7 +277,7 @@ class Pools:
         return pool
 
     def of_id(self, model_id: str | None) -> ModelPool:
-        """Return the pool that a control request means.
+        """Return the pool of a control request.
 
         Raises:
             UnknownModel: no worker was ever registered with this `model_id`, or the request must contain one.
@@ -289,8 +290,8 @@ class Pools:
             raise UnknownModel(f"no worker is registered with the model_id {model_id[:SHOWN]!r}; {others}", "model_id")
         return pool
 
-    def seen_in(self, scope: Scope) -> list[ModelPool]:
-        """Return the pool that the path of a request names; all pools if it names none."""
+    def selected_by_path(self, scope: Scope) -> list[ModelPool]:
+        """Return the pool that a request's path names, as a list of one; all pools if the path names none."""
         name = Exchange.of(scope).pool
         return [*self] if name is None else [self._pools[name]]
 
@@ -298,7 +299,7 @@ class Pools:
         """Return the pool of a control request, from its path or its parameter `model_id`. Raises like `of_id`.
 
         Raises:
-            BadRequest: they differ.
+            BadRequest: the path and `model_id` name different models.
         """
         named = exchange.pool
         if named is not None and model_id not in (None, named):
@@ -312,16 +313,16 @@ class Pools:
         Raises:
             UnknownModel: there are several, and the request must name one in this parameter.
         """
-        peopled = [pool for pool in self if pool.peopled]
-        if self.default.peopled or not peopled or self.trained:
+        selectable = [pool for pool in self if pool.selectable]
+        if self.default.selectable or not selectable or self.trained:
             return self.default
-        if parameter is not None and len(peopled) > 1:
+        if parameter is not None and len(selectable) > 1:
             raise UnknownModel(f"the request names no model; {self.known()}", parameter)
-        return peopled[0]
+        return selectable[0]
 
     def known(self) -> str:
         """Return the models for an error message."""
-        pools = [pool for pool in self if pool.peopled]
+        pools = [pool for pool in self if pool.selectable]
         names = {
             name
             for pool in pools
@@ -335,7 +336,7 @@ class Pools:
     def workers(self) -> list[Worker]:
         return [worker for pool in self for worker in pool.fleet.pool]
 
-    def holding(self, name: str, among: Iterable[ModelPool] | None = None) -> tuple[ModelPool, Worker]:
+    def find_worker(self, name: str, among: Iterable[ModelPool] | None = None) -> tuple[ModelPool, Worker]:
         """Return the worker with this normalized URL or id, and its pool. `among`: the pools to look at; None: all.
 
         Raises:

@@ -58,11 +58,11 @@ class Registrations:
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the record of a pause of the fleet {name!r} cannot be read: {error!r}") from error
         except BadRequest as error:  # the settings have changed, and no longer allow this pool
-            logger.warning("standstill_forgotten", extra={"fields": {"pool": name, "reason": str(error)}})
+            logger.warning("pause_state_dropped", extra={"fields": {"pool": name, "reason": str(error)}})
             return
         gate.update()
         fields = {"pool": name, "paused": gate.mode, "asleep": gate.asleep_since is not None}
-        logger.warning("fleet_still_stands", extra={"fields": fields})
+        logger.warning("fleet_still_paused", extra={"fields": fields})
 
     async def restore(self, *, of_this_run: bool = False) -> None:
         """Register the recorded workers again; probes find out whether they are still there.

@@ -71,12 +71,12 @@ class WorkerRegistry:
         """Remove a worker. With `drain`, return when its last request has ended or it was registered again.
 
         Raises:
-            NotFound: it is not registered.
+            NotFound: the worker is not registered.
             StateError: the removal cannot be made durable.
         """
         gone = asyncio.Event()
         async with self._one_by_one(url):
-            pool, worker = self._pools.holding(url)
+            pool, worker = self._pools.find_worker(url)
             await self._registrations.drop(worker)
             if drain:
                 pool.fleet.pool.drain(worker, gone.set)
@@ -101,7 +101,7 @@ class WorkerRegistry:
         if model_id is not None and (problem := model_id_problem(model_id)):
             raise BadRequest(f"model_id: {problem}")
         with suppress(NotFound):
-            pool, worker = self._pools.holding(address.url)
+            pool, worker = self._pools.find_worker(address.url)
             if model_id not in (None, pool.name):
                 where = f"for the model {pool.name!r}" if pool.name else "without a model_id"
                 raise BadRequest(f"{address.url} is registered {where}; remove it first")

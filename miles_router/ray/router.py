@@ -139,7 +139,7 @@ def _listener(config: RouterConfig, index: int) -> socket.socket:
 
 
 class RayRouter:
-    """A router that runs on a Ray cluster. `urls` are those of its shards; a client may use any of them."""
+    """A router that runs on a Ray cluster. `urls` are the URLs of its shards; a client may use any of them."""
 
     def __init__(self, leader: Any, shards: list[Any], group: Any, stop_timeout: float) -> None:
         self.leader = leader

@@ -115,13 +115,13 @@ class Outside:
         """Return the whole answer to `POST /reach`.
 
         Raises:
-            Unreached: it did not come, or is not that of the router.
+            Unreached: no reply came, or the reply is not from the router.
         """
         answer = self.ask("POST", PATH + query, body, patience=patience)
         if answer.status != 200:
             raise Unreached(answer.shown, refused=answer.status in REFUSALS)
         if not answer.body.startswith(b'data: {"received":') or not answer.body.endswith(b"data: [DONE]\n\n"):
-            raise Unreached("its answer is cut, or another server's")
+            raise Unreached("the answer is incomplete, or comes from another server")
         return answer
 
 
@@ -179,11 +179,11 @@ def _stream(outside: Outside) -> Finding:
 def _address(outside: Outside) -> Finding:
     answer = outside.probe()
     found = re.search(rb'"base_url":"([^"]+)"', answer.body)
-    told = None
+    reported = None
     with suppress(BadRequest):
-        told = parse_worker_url(found[1].decode("latin-1")).url if found else None
-    if told != outside.url:
-        mount = re.search(f"{MOUNT}[^/]+$", told or "")  # of one of several trained models: not part of the setting
+        reported = parse_worker_url(found[1].decode("latin-1")).url if found else None
+    if reported != outside.url:
+        mount = re.search(f"{MOUNT}[^/]+$", reported or "")  # of one of several trained models: not part of the setting
         public = outside.url.removesuffix(mount[0] if mount else "")
         text = f"sessions would send agents elsewhere; set --public-url {public} (POST {PATH}: {answer.shown})"
         return Finding(FAILURE, "base_url", text)

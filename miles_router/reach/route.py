@@ -47,17 +47,17 @@ class Reach:
         try:
             exchange = Exchange.of(scope)
             received = len(await exchange.read(receive))
-            told = {"received": received, "base_url": base_url(scope, self._public_url) + exchange.mount}
+            event = {"received": received, "base_url": base_url(scope, self._public_url) + exchange.mount}
             with Watch(receive):
                 await asyncio.sleep(delay)
-            events = _events(told, seconds, max(every, SHORTEST))
+            events = _events(event, seconds, max(every, SHORTEST))
             await StreamingResponse(events, media_type="text/event-stream")(scope, receive, send)
         finally:
             self._running -= 1
 
 
-async def _events(told: dict[str, object], seconds: float, every: float) -> AsyncIterator[bytes]:
-    yield b"data: " + orjson.dumps(told) + b"\n\n"
+async def _events(event: dict[str, object], seconds: float, every: float) -> AsyncIterator[bytes]:
+    yield b"data: " + orjson.dumps(event) + b"\n\n"
     for _ in range(int(seconds / every)):
         await asyncio.sleep(every)
         yield b"data: {}\n\n"

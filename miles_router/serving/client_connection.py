@@ -257,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
         self._reader.full = False
         if self._state in states.READING:
             try:
-                self._reader.go_on()
+                self._reader.parse_stored()
             except RouterError as error:
                 self._refuse_message(error)
             else:

@@ -77,7 +77,7 @@ def spawn(assigned: Assignment, output: IO[bytes] | None = None) -> tuple[subpro
 
     Args:
         assigned: the assignment; `status` is set here.
-        output: the file for its stdout and stderr; None: those of this process.
+        output: the file for its stdout and stderr; None: the stdout and stderr of this process.
 
     Raises:
         ConfigError: the settings cannot be pickled.
@@ -206,14 +206,14 @@ def run_leader(
     directory: Path | None,
     listener: socket.socket | None,
     term: int | None,
-    beside: Callable[[], asyncio.Task[None]] | None = None,
+    background: Callable[[], asyncio.Task[None]] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Run the leader until SIGTERM or SIGINT.
 
     Args:
         directory, listener, term: see `LeaderRole`.
-        beside: starts a task that is cancelled when the leader stops.
+        background: starts a task that is cancelled when the leader stops.
         ready: called once the leader works.
 
     Raises:
@@ -228,7 +228,7 @@ def run_leader(
         stop = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, stop.set)
-        running = None if beside is None else beside()
+        running = None if background is None else background()
         try:
             async with app.running():
                 ready()

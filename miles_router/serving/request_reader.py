@@ -100,9 +100,9 @@ class RequestReader:
             self._parse(data)
         else:
             self._unread = memoryview(bytes(self._unread) + data)
-            self.go_on()
+            self.parse_stored()
 
-    def go_on(self) -> None:
+    def parse_stored(self) -> None:
         """Parse the stored bytes until enough requests wait. Raises the errors of `feed`."""
         while self._unread and not self.full:
             size = max(SLICE, self._body_left)

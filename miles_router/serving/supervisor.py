@@ -231,7 +231,7 @@ class Supervisor:
                     continue
                 child.silent_checks += 1
                 if child.silent_checks == MAX_SILENT_CHECKS:
-                    logger.error("process_stands_still", extra={"fields": {"process": child.name}})
+                    logger.error("process_hangs", extra={"fields": {"process": child.name}})
                     child.running.kill()
 
     # Ending

@@ -26,7 +26,7 @@ from miles_router.settings.values import WrongValue, convert, describe, is_none,
 from miles_router.state.blobs import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
-#: The errors that PyYAML raises, beside its own, for scalars such as `2026-13-45`, `!!bool maybe` or an
+#: The errors that PyYAML raises, besides its own, for scalars such as `2026-13-45`, `!!bool maybe` or an
 #: integer of 5,000 digits.
 YAML_SCALAR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError)
 #: The middleware that `otel` lists first.
@@ -222,7 +222,7 @@ class RouterConfig:
 
     @property
     def chain(self) -> tuple[MiddlewareSpec, ...]:
-        """The middlewares, outermost first: those listed, and those that `otel` and `dashboard` add."""
+        """The middlewares, outermost first: the listed ones, with the ones that `otel` and `dashboard` add."""
         listed = {spec.path for spec in self.middlewares}
         first = (MiddlewareSpec(TRACES),) if self.otel and TRACES not in listed else ()
         last = (MiddlewareSpec(DASHBOARD),) if self.dashboard and DASHBOARD not in listed else ()

@@ -5,7 +5,7 @@
 - `leadership`: whether a leader is the last one.
 - `role`: the part of a router that a process runs. `leader` and `shard` override it.
 - `merged_view`, `all_requests`: all shards, as the leader shows and asks them.
-- `state`, `pools`: what is decided of one pool, written by the leader and applied by shards.
+- `state`, `pools`: the decisions about one pool, written by the leader and applied by shards.
 - `peer_loads`: requests in flight at other processes, and placement with them.
 - `owners`, `forwarding`, `held_names`: which shard owns what, and requests that another shard answers.
 - `topology`: the shards. `process_table`: their processes, on one machine.

@@ -128,7 +128,7 @@ class Channel:
         if self._gone:
             return
         if self._writer.transport.get_write_buffer_size() > MAX_QUEUED:
-            logger.warning("channel_unread")
+            logger.warning("shard_channel_stuck")
             self.close()
             return
         self._writer.writelines(_frame({**fields, "message_type": message_type}, blob))

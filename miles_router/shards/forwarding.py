@@ -69,8 +69,8 @@ class ForwardStatistics(Statistics, prefix="miles_router_forwarded"):
 
     requests = counter("Requests of clients that another shard was asked to answer.")
     questions = counter("Questions to another shard for a part of an answer.")
-    unavailable = counter("Of both, those that no shard took.")
-    lost = counter("Of both, those whose shard was lost before its answer began.")
+    unavailable = counter("Requests of both kinds that no shard accepted.")
+    lost = counter("Requests of both kinds whose shard was lost before its answer began.")
     bytes_out = counter("Bytes of answers that were relayed.")
 
 
@@ -119,7 +119,8 @@ class Forwarding:
     async def ask(
         self, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str], patience: float | None
     ) -> tuple[int, Mapping[str, str], bytes]:
-        """Return (status, headers, body) of another shard's part of an answer. The contract is that of `Owners.ask`."""
+        """Return (status, headers, body) of another shard's part of an answer. The contract is the same as for
+        `Owners.ask`."""
         own = dict(raw_headers(headers.items()))
         pairs = [pair for pair in scope["extensions"][ORIGINAL_HEADERS] if pair[0] not in own] + [*own.items()]
         self.statistics.questions += 1

@@ -248,7 +248,7 @@ class LeaderRole(ProcessRole):
         control = pool.router.control
         return {
             **dump_fleet(pool.fleet),
-            "peopled": pool.peopled,
+            "selectable": pool.selectable,
             "may_silence": control.may_silence,
             "sent": control.sent,
         }
@@ -288,7 +288,7 @@ class LeaderRole(ProcessRole):
             writer.close()
             return
         except OSError as error:
-            logger.warning("stranger_refused", extra={"fields": {"reason": str(error)}})
+            logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})
             writer.close()
             return
         finally:
@@ -304,12 +304,12 @@ class LeaderRole(ProcessRole):
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.send("refused", reason=reason)
                 return
-            # This leader's clock is behind that of the previous leader.
+            # This leader's clock is behind the previous leader's clock.
             if fields["at"][0] > self.coordinator.leader.term:
                 logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
                 self._on_replaced()
                 return
-            self._pools.layered |= fields["layered"]
+            self._pools.one_model_only |= fields["one_model_only"]
             self._merged_view.stack = fields["stack"]
             state = json.loads(message.blob) if message.blob else None
             term, number = fields["at"]

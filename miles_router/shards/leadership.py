@@ -23,7 +23,7 @@ class Leadership(Protocol):
     """The right to lead, which a later leader takes over."""
 
     async def claim(self) -> tuple[int, bool]:
-        """Return this leader's term, greater than that of every earlier one, and whether this leader is the first."""
+        """Return this leader's term, greater than every earlier leader's term, and whether this leader is the first."""
         ...
 
     async def confirm(self) -> bool:
@@ -82,6 +82,6 @@ class StoredLeadership:
         except StateOutdated:
             raise
         except StateError as error:
-            logger.error("lease_not_prolonged", extra={"fields": {"reason": str(error)}})
+            logger.error("lease_not_renewed", extra={"fields": {"reason": str(error)}})
             return False
         return True

@@ -78,10 +78,10 @@ class Membership:
         """Check that this shard may act now.
 
         Raises:
-            Unavailable: it may not.
+            Unavailable: this shard has no valid lease.
         """
         if not self.may_act:
-            raise Unavailable("this shard has not heard from the leader for too long to act; ask again")
+            raise Unavailable("this process has lost contact with the leader and may not act; send the request again")
 
     def url_of(self, shard: int) -> str | None:
         """Return the URL of another shard, or None while it has no process."""

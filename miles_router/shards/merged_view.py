@@ -43,7 +43,7 @@ class MergedView:
         #: Shard index to 1 if the shard answered the last metrics request, else 0.
         self._up = dict.fromkeys(map(str, range(coordinator.shards.count)), 0)
         pools.default.router.metrics.register(ShardStatistics(up=lambda: self._up))
-        admin.shown_metrics, admin.shown = self._metrics, self._info
+        admin.metrics_text, admin.info_fields = self._metrics, self._info
 
     async def _metrics(self) -> bytes:
         """Return the metrics of the leader and of all shards, labelled by shard."""
@@ -61,7 +61,7 @@ class MergedView:
         described = await self._admin.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
-        described["statistics"] |= _statistics(replies)  # those of discovery are the leader's own
+        described["statistics"] |= _statistics(replies)  # statistics of discovery come from the leader itself
         for each in replies:
             for name, gate in each["gates"].items():
                 shown_gates = [described["gate"]] if name == self._pools.default.name else []

@@ -1,4 +1,7 @@
-"""Find the shard that owns a session or text: its name is hashed into a slot, and each slot belongs to a shard."""
+"""Find the shard that owns a session or text, and forward requests to it.
+
+The name of a session or text is hashed into a slot, and each slot belongs to one shard (a router process).
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,15 @@ ANSWER_HERE = "miles_router.answer_here"
 
 
 class ShardOwners(Owners):
-    """The owners of sessions and texts, as one shard sees them.
+    """The `Owners` of one shard of a router with several processes.
+
+    A request whose owner is down waits for it. A request that is only sent to its affinity key's home does not wait:
+    this shard answers it.
 
     Args:
+        affinity: reads a request's affinity key.
         url_of: returns the URL of a shard, or None while it has no process.
-        is_running: tells whether another shard sends requests now. A request waits for a missing owner, unless only its
-            affinity key leads there.
+        is_running: returns whether a shard, given by its index, accepts requests now.
         check: raises Unavailable if this shard may not act now; None if it always may.
     """
 
@@ -74,7 +80,7 @@ class ShardOwners(Owners):
         finally:
             await self._forwarding.close()
 
-    async def answer(
+    async def answer_or_forward(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
     ) -> None:
         hop = pop_hop(scope)
@@ -133,17 +139,18 @@ class ShardOwners(Owners):
         await here(scope, receive, send)
 
     def _home_of(self, scope: Scope, key: str) -> int | None:
-        """Return the other shard that is home to an affinity key; None if it is this one, unknown or not there."""
+        """Return the index of the other shard that is home to an affinity key. Return None if this shard is the home,
+        if the home is unknown, or if it does not run."""
         owner = None
         with suppress(NotFound, Unavailable):
             owner = self.owner_of(scope, key)
         return None if owner is None or not self._is_running(owner) else owner
 
     def owner_of(self, scope: Scope, name: str) -> int | None:
-        """Return the other shard that owns a name; None if this one does.
+        """Return the index of the other shard that owns a name; None if this one does.
 
         Raises:
-            NotFound: another shard asks for its part, and this one does not own the name.
+            NotFound: another shard asks for this shard's part of an answer, and this one does not own the name.
             Unavailable: another shard forwarded the request here, and this one does not own the name.
             Unavailable: this shard owns the name but may not act now.
         """
@@ -160,20 +167,20 @@ class ShardOwners(Owners):
         if owner is not None:
             raise Elsewhere(owner)
 
-    def prefer(self, scope: Scope) -> None:
+    def prefer_home(self, scope: Scope) -> None:
         key = self._affinity.key_from_headers(scope["path"], scope["headers"])
         owner = None if key is None or ANSWER_HERE in scope["extensions"] else self._home_of(scope, key)
         if owner is not None:
             raise Elsewhere(owner, needed=False)
 
-    def is_asked(self, scope: Scope) -> bool:
+    def asked_by_other_process(self, scope: Scope) -> bool:
         return hop_of(scope) == ASK
 
     def is_forwarded(self, scope: Scope) -> bool:
         return ANSWER_HERE in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
-        return () if self.is_asked(scope) else self._shard.others
+        return () if self.asked_by_other_process(scope) else self._shard.others
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str

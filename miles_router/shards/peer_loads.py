@@ -26,8 +26,8 @@ NO_LOAD: Load = (0, 0, 0)
 WEIGHT, FEW = 0.3, 0.01
 #: Seconds without an update after which no choices are simulated; and the number of unit groups with a heap.
 STALE, GROUPS = 1.0, 4
-#: One worker on the wire: its leases, including those of ranks it no longer has, and `[rank, *load]` of each unit with
-#: a load.
+#: One worker on the wire: its leases, including leases of ranks that it no longer has, and `[rank, *load]` of each unit
+#: with a load.
 WorkerLoad: TypeAlias = tuple[int, Sequence[Sequence[int | None]]]
 
 

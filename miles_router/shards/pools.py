@@ -16,8 +16,8 @@ from miles_router.shards.peer_loads import NO_LOAD, PoolLoad
 def leader_pool(**settings: Any) -> WorkerPool:
     """Create a leader's pool.
 
-    The leader sends no generations; shards report what is in flight. A worker that gets no new requests stays in the
-    pool, listed by `retiring_workers`, until `release_idle_workers` removes it.
+    The leader sends no generations; shards report their requests in flight. A worker that gets no new requests stays in
+    the pool, listed by `retiring_workers`, until `release_idle_workers` removes it.
     """
     pool = WorkerPool(**settings)
     pool.is_idle = lambda worker: False
@@ -36,7 +36,7 @@ def shard_pool(report: Callable[[str, Worker, str], None], **settings: Any) -> W
 
 
 def set_loads(pool: WorkerPool, everywhere: PoolLoad) -> None:
-    """Set the loads in the leader's pool to those of all processes together."""
+    """Set the loads in the leader's pool to the sums over all processes."""
     for worker in pool.known:
         worker.in_flight, loads = everywhere.workers.get(worker.url, (0, ()))
         by_rank = {rank: load for rank, *load in loads}
@@ -50,7 +50,7 @@ def retiring_workers(pool: WorkerPool) -> dict[Worker, float]:
 
 
 def release_idle_workers(pool: WorkerPool, workers: Mapping[Worker, float]) -> None:
-    """Release those of the given workers that have no requests left.
+    """Release the given workers that have no requests left.
 
     Call it after every shard has stopped sending to them and has then reported its counts. A worker that returned and
     is retiring again is skipped, because the counts are older than that.

@@ -114,7 +114,7 @@ class Leader:
     Args:
         shards: how many there are.
         lease: seconds; infinite on one machine.
-        term: greater than that of every earlier leader.
+        term: greater than every earlier leader's term.
         first: there was no leader before.
         stored: ((term, number), state) of the last decision that the store knows.
         local: on one machine, where the parent sees an instance end before it starts the next.
@@ -185,7 +185,7 @@ class Leader:
                 self._active[shard].revoked = False
 
     def record_end(self, shard: int, now: float) -> None:
-        """Record that no instance of a shard acts, as the process that starts instances reports."""
+        """Record a report of the supervisor: no instance of this shard acts any more."""
         self._ended.add(shard)
         if shard in self._active:
             self._active[shard].lease_ends_at = now

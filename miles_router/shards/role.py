@@ -43,7 +43,7 @@ class ProcessRole:
     lease: Membership | None = None
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """Return the settings for this process, made from those of the whole router."""
+        """Return the settings for this process, made from the settings of the whole router."""
         return config
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
@@ -95,7 +95,7 @@ class ProcessRole:
 
 @asynccontextmanager
 async def _running(pools: Pools) -> AsyncIterator[None]:
-    """Enter after the first check of the workers, so that the first requests find those that answer."""
+    """Enter after the first check of the workers, so that the first requests find workers that answer."""
     await pools.default.health.first_checks()
     yield
 

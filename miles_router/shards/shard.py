@@ -95,7 +95,7 @@ class ShardRole(ProcessRole):
         )
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """Return none: the leader decides the workers."""
+        """Return no workers: the leader decides which workers there are."""
         return ()
 
     def pool(self, name: str, **settings: Any) -> WorkerPool:
@@ -155,7 +155,7 @@ class ShardRole(ProcessRole):
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         self._pools = pools
         self.membership.store = pools.default.router.store
-        self.membership.join_fields = {"layered": pools.layered, "stack": self._stack}
+        self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._stack}
         self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
             yield
@@ -174,8 +174,8 @@ class ShardRole(ProcessRole):
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
         apply_fleet(record, fleet, lambda: next(self._numbers))
-        pool.peopled |= record["peopled"]
-        self._pools.named |= pool.peopled and bool(pool.name)
+        pool.selectable |= record["selectable"]
+        self._pools.named |= pool.selectable and bool(pool.name)
         control.leader_may_silence = record["may_silence"]
         if control.sent != record["sent"]:
             control.sent = record["sent"]
@@ -235,7 +235,7 @@ async def request_leader(
     lost.
 
     Raises:
-        Unavailable: see `Membership.ask`.
+        Unavailable: as for `Membership.ask`.
     """
     fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
     for _ in range(REPEATS if method in READING else 0):
@@ -251,13 +251,13 @@ class Relay:
         self._membership = membership
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Relay one request. Raises the errors of `Membership.ask`."""
+        """Send one request to the leader, and its reply to the client. Raises the errors of `Membership.ask`."""
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         headers = [pair for pair in scope["headers"] if pair[0] not in EDGE_HEADERS]
         headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
         path = exchange.mount + scope["raw_path"].decode("latin-1")
         answer = await request_leader(self._membership, scope["method"], path, scope["query_string"], headers, body)
-        given = raw_headers(answer.fields["headers"])
-        await send({"type": "http.response.start", "status": answer.fields["status"], "headers": given})
+        replied = raw_headers(answer.fields["headers"])
+        await send({"type": "http.response.start", "status": answer.fields["status"], "headers": replied})
         await send({"type": "http.response.body", "body": answer.blob})

@@ -38,7 +38,7 @@ _COPIED = (
 
 
 def dump_fleet(fleet: Fleet) -> Record:
-    """Return what another process must know of a pool, and what this one needs after a restart."""
+    """Return the state of a pool that other processes follow, and that a restarted leader restores."""
     pool = fleet.pool
     return {
         "weight_version": pool.weight_version,

@@ -168,18 +168,18 @@ async def _errors_pass(make: Make) -> None:
 
 async def _disconnect_arrives(make: Make) -> None:
     client = _Client()
-    told = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         client.left.set()
         if (await receive())["type"] == "http.disconnect":
-            told.set()
+            disconnected.set()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     await (await make(inner))(_scope(), client.receive, client.send)
-    if not told.is_set():
+    if not disconnected.is_set():
         raise Broken(
             "the inner app does not receive http.disconnect, so the engine would go on after the client has left"
         )

@@ -1,4 +1,4 @@
-"""Exact-token trajectories: what the engine was given and what it sampled, position by position.
+"""Exact-token trajectories: the tokens that the engine was given and the tokens that it sampled, by position.
 
     Piece        a run of positions of one origin: given, or sampled under one weight version
     Trajectory   a sequence of pieces; slices and appended copies share them, properties return flat arrays

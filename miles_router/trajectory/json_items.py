@@ -12,7 +12,7 @@ import orjson
 from miles_router.trajectory.pieces import Malformed
 from miles_router.trajectory.safetensors import MAX_HEADER_BYTES
 
-#: Maximum bytes around the objects, which are parsed as a whole. The limit is that of a safetensors header.
+#: Maximum bytes around the objects, which are parsed as a whole. The limit equals the limit of a safetensors header.
 MAX_BYTES_AROUND = MAX_HEADER_BYTES
 #: Brackets and the beginning of a string; inside a string, its end and escapes. A single pattern for whole strings
 #: would try each quote of an unterminated one as a beginning, and remember each escape.

@@ -37,7 +37,7 @@ class Retrieved:
         text: the text.
         matched_tokens: the number of recorded tokens: n for a rollout, 0 for an unknown text.
         candidates: the ids of the generations with this text: several if their tokens differ, else at most one.
-        rid, finish_reason, finished: of the generation; None if the text is not that of a rollout.
+        rid, finish_reason, finished: of the generation; None if the text does not belong to a rollout.
         cache_versions: the weight versions whose KV cache the engine may have reused from its prefix cache.
         sampling_mask_missing: the number of sampled tokens without a sampling mask, if others have one.
         teacher: another model's logprobs of the sampled tokens, if they were requested.
@@ -125,7 +125,7 @@ class Retrieved:
 
 
 def write_safetensors(found: Sequence[Retrieved], *, many: bool) -> bytes:
-    """Return the answer as a safetensors file: that of one text, or with `many` that of a list of texts."""
+    """Return the answer as a safetensors file: the answer for one text, or with `many` for a list of texts."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for place, each in enumerate(found):
         prefix = f"{place}." if many else ""

@@ -129,7 +129,7 @@ class AlignedRows:
         self.parent = parent
 
     def __len__(self) -> int:
-        """Return the number of rows up to its end, including those of the parent."""
+        """Return the number of rows, including the parent's rows."""
         return self._stop
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """`TeacherScores`: another model's logprobs of the sampled tokens of a trajectory, and the fields that carry them.
 
-JSON has them beside the trajectory's own fields: the object `teacher`, and arrays named `teacher_logprobs`,
+JSON has them next to the trajectory's own fields: the object `teacher`, and arrays named `teacher_logprobs`,
 `teacher_top_positions`, and so on; a safetensors file has the arrays as tensors of these names.
 """
 
@@ -67,7 +67,7 @@ class TeacherScores:
             object.__setattr__(self, name, frozen(array))
 
     def check(self, tokens: int) -> None:
-        """Check that the scores are those of a trajectory of so many tokens.
+        """Check that the scores fit a trajectory of so many tokens.
 
         Raises:
             InvalidTrajectory: `teacher_fits`: they are not.
@@ -88,12 +88,12 @@ class TeacherScores:
 
 
 def arrays_of(teacher: TeacherScores | None) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays of scores by their names on the wire; none without a teacher."""
+    """Return the arrays by their names on the wire; {} without a teacher."""
     return {} if teacher is None else teacher.arrays
 
 
 def facts_of(teacher: TeacherScores | None) -> dict[str, Any]:
-    """Return the other field of scores; none without a teacher."""
+    """Return `{"teacher": ...}`, the JSON field next to the arrays; {} without a teacher."""
     return {} if teacher is None else {TEACHER: teacher.facts}
 
 

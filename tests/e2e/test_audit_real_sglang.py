@@ -137,9 +137,9 @@ async def test_greedy_by_top_k_is_divided_by_the_temperature_or_not_and_so_not_c
     (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
     (turn,) = rollout.turns.values()
     assert turn.entry.asked is not None
-    turn.entry.asked = turn.entry.asked._replace(said={"temperature": 0.3})
+    turn.entry.asked = turn.entry.asked._replace(requested={"temperature": 0.3})
     assert (await audited(trial, *STRICT, "--episode", made)).status == DIFFERENT
-    turn.entry.asked = turn.entry.asked._replace(said={})
+    turn.entry.asked = turn.entry.asked._replace(requested={})
     assert (await audited(trial, *STRICT, "--episode", made)).status == GOOD
     await forget(trial, made)
 

@@ -138,7 +138,7 @@ async def test_a_shard_that_was_told_another_count_is_refused_and_a_probe_is_no_
         router.start(1)
         router.start(2)
         assert (await router.ask(0, "POST", "/generate", text="Hi")).status == 200
-        assert "stranger_refused" not in router.logs[0].read_text(encoding="utf-8")
+        assert "connection_not_authenticated" not in router.logs[0].read_text(encoding="utf-8")
         assert "leader_silent" not in router.logs[1].read_text(encoding="utf-8")
 
 

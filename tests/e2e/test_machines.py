@@ -138,7 +138,7 @@ async def test_a_pause_holds_on_all_machines_and_under_the_leader_that_succeeds_
         assert len(await reader.read()) == 64, "who does not know the secret hears that the other side does: no more"
         writer.close()
         await writer.wait_closed()
-        await until(lambda: "stranger_refused" in router.control.log(), "it is told")
+        await until(lambda: "connection_not_authenticated" in router.control.log(), "it is told")
 
 
 KEYS = {"api_key": "clients", "admin_api_key": "admins"}

@@ -151,7 +151,7 @@ async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog
         assert await metric(router, "miles_router_unkeyed_generations_total") == 2
         for name in "ab":
             await post(router, f"/sessions/{name}{CHAT}", **ASKED[CHAT])
-        assert caplog.messages.count("caches_not_kept_apart") == 2, "each path is said once, in sessions too"
+        assert caplog.messages.count("prefix_caches_not_separated") == 2, "each path is said once, in sessions too"
 
 
 # What goes on

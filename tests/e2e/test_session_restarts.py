@@ -80,7 +80,7 @@ async def test_newest_unnamed_sessions_are_listed_without_a_damaged_part(
     async with restarts.started() as after:
         for _ in range(2):
             assert await listed(after) == [name for name in reversed(names) if slot_of(name) != slot_of("s-3")]
-        assert [record.message for record in caplog.records].count("held_sessions_not_listed") == 1
+        assert [record.message for record in caplog.records].count("stored_sessions_not_listed") == 1
 
 
 async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Restarts) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 from typing import Any
 
-from miles_router.engines.answers import contains_abort, finish_reasons, goes_on, index_of, is_abort, progress_of
+from miles_router.engines.answers import contains_abort, finish_reasons, index_of, is_abort, is_unfinished, progress_of
 from miles_router.engines.scan import Field, Incomplete
 from tests.fuzz.target import Target, dice_of, expand
 
@@ -147,7 +147,7 @@ def _places_in_pieces(field: Field, data: bytes) -> None:
 
 def _seen_of_answer(data: bytes, pairs: list[tuple[str, Any]] | None) -> Hashable:
     """What is seen of an event agrees with its parse, where it can be parsed."""
-    index, progress, abort, on = index_of(data), progress_of(data), contains_abort(data), goes_on(data)
+    index, progress, abort, on = index_of(data), progress_of(data), contains_abort(data), is_unfinished(data)
     reasons = finish_reasons(data, 1)
     if pairs is None or b"\\u00" in data:
         return None

@@ -56,6 +56,32 @@ def test_the_source_has_no_banned_words_and_docstrings_begin_plainly() -> None:
     assert [(_name(path), *each) for path in SOURCE for each in _found(path.read_text(encoding="utf-8"))] == []
 
 
+def _parameters(node: ast.AST) -> set[str]:
+    """Return the names that `Args` of a function or class may document."""
+    if isinstance(node, ast.ClassDef):
+        inits = [each for each in node.body if getattr(each, "name", None) in ("__init__", "__new__")]
+        fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+        return _parameters(inits[0]) if inits else {each.id for each in fields if isinstance(each, ast.Name)}
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+
+
+def _unknown_arguments(tree: ast.Module) -> Iterator[str]:
+    """Yield the arguments that docstrings document and signatures lack."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            _, _, block = (ast.get_docstring(node) or "").partition("\nArgs:\n")
+            block = re.split(r"\n(?=\S)", block)[0]
+            for names in re.findall(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", block, re.MULTILINE):
+                known = _parameters(node)
+                yield from (f"{node.name}: {each}" for each in names.split(", ") if each.lstrip("*") not in known)
+
+
+def test_docstrings_document_arguments_that_exist() -> None:
+    trees = {_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE}
+    assert [(name, each) for name, tree in trees.items() for each in _unknown_arguments(tree)] == []
+
+
 def test_the_docs_have_no_banned_words() -> None:
     texts = {_name(path): re.sub(r"`[^`]*`", "", path.read_text(encoding="utf-8")) for path in DOCS}
     found = [

@@ -364,7 +364,7 @@ def test_without_a_place_for_it_every_start_proves_anew(
     (tmp_path / "miles-router").write_text("a file in its place")
     with caplog.at_level(logging.INFO):
         chatml()
-    assert [each.message for each in caplog.records] == ["proof_ignored", "proof_not_kept", "continuation_proved"]
+    assert [each.message for each in caplog.records] == ["proof_ignored", "proof_not_saved", "continuation_proved"]
     monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.default_directory", lambda: None)
     proved.clear()
     chatml()
@@ -470,7 +470,7 @@ def test_notes_say_where_ids_differ_from_those_of_the_whole_text(monkeypatch: py
     renderer = from_tokenizer(with_template(CHATML))
     encode_behind = renderer.encode_behind
     monkeypatch.setattr(renderer, "encode_behind", lambda text, token: [*encode_behind(text, token), 0])
-    assert "user: the ids differ from those of the whole text" in prove(renderer).notes
+    assert "user: the joined ids differ from the whole text's" in prove(renderer).notes
 
 
 def test_request_that_appends_too_many_messages_is_refused_first() -> None:

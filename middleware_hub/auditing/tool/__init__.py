@@ -1,4 +1,4 @@
-"""`miles-router audit`: do recorded logprobs agree with those that the engines compute for the same tokens now?
+"""`miles-router audit`: do recorded logprobs agree with the logprobs that the engines compute for the same tokens now?
 
 collecting   requests audits of a router's episodes, one at a time
 verdict      the distances of recorded and recomputed logprobs, and whether they are too large

@@ -71,7 +71,7 @@ def _others(verdict: Verdict) -> Iterator[str]:
         yield ""
         yield "tokens that cannot be compared"
         yield from (f"  {plain(reason)}: {count}" for reason, count in found.not_comparable.most_common())
-    yield from (f"  an engine refused: {said!r}" for said in dict.fromkeys(found.refusals))
+    yield from (f"  an engine refused: {refusal!r}" for refusal in dict.fromkeys(found.refusals))
     yield ""
     yield f"prompts rendered again: {found.prompts['compared']}, different: {found.prompts['differ']}"
     yield from (
@@ -93,9 +93,9 @@ def _verdict(verdict: Verdict) -> Iterator[str]:
         yield f"TOO FAR: {plain(part)}"
     if verdict.slip is not None:
         way = "the next" if verdict.slip > 0 else "the previous"
-        yield f"Recorded logprobs fit those of {way} position: they are shifted by one."
+        yield f"Recorded logprobs fit the engines' logprobs of {way} position: they are shifted by one."
     if verdict.found.prompts["differ"]:
-        yield "DIFFERENT PROMPTS: the engines' chat template is not that of the router's checkpoint."
+        yield "DIFFERENT PROMPTS: the engines use another chat template than the router's checkpoint."
     if verdict.good is None:
         yield "NOTHING COMPARABLE: no recorded token could be compared with the weights that are loaded now."
     elif verdict.good and total is not None:

@@ -22,7 +22,7 @@ from middleware_hub.openai_session.sessions.named_calls import named_calls
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.session import Session
 from middleware_hub.openai_session.sessions.turn import Turn
-from miles_router.engines.openai.chat import GOES_ON, ChatEndpoint, ids_obstacle
+from miles_router.engines.openai.chat import CONTINUES_FINAL, ChatEndpoint, ids_obstacle
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens, frozen
@@ -38,7 +38,7 @@ class ChatApi(AgentApi):
     endpoint = ChatEndpoint()
 
     def fields(self, request: object) -> Mapping[str, Any]:
-        """Return the chat request for an agent's request. Its messages are the ones that the session stores.
+        """Return the chat request for an agent's request. The session stores its messages.
 
         Raises:
             BadRequest: the request is invalid.
@@ -103,8 +103,8 @@ class ChatApi(AgentApi):
     def _root(
         self, session: Session, fields: Mapping[str, Any], place: ParentMatch, now: float, *, segment: str | None = None
     ) -> AgentRequest:
-        """Return a turn that starts a segment. The engine renders its messages, so arguments of calls become what it
-        accepts."""
+        """Return a turn that starts a segment. The engine renders its messages, so arguments of calls are converted to
+        a form that it accepts."""
         messages, wrapped = self._continuation.readable(fields["messages"])
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
@@ -119,7 +119,7 @@ class ChatApi(AgentApi):
         """
         if isinstance(fields.get("input_ids"), list):
             return
-        messages = fields["messages"][:-1] if fields.get(GOES_ON) else fields["messages"]
+        messages = fields["messages"][:-1] if fields.get(CONTINUES_FINAL) else fields["messages"]
         place = self._continuation.roles.first_dropped(messages, context.tools, context.template_kwargs)
         if place is not None:
             role, sent = messages[place]["role"][:64], place if places is None else places[place]
@@ -134,7 +134,7 @@ class ChatApi(AgentApi):
         own = fields.get("input_ids")
         if known is not None or isinstance(own, list):
             return known or len(own or ())
-        if not only_text(fields["messages"]) or ids_obstacle(fields) not in (None, GOES_ON):
+        if not only_text(fields["messages"]) or ids_obstacle(fields) not in (None, CONTINUES_FINAL):
             return None
         try:
             return await self.count_rendered_tokens(fields)
@@ -166,9 +166,9 @@ class ChatApi(AgentApi):
             TextTooLong: the rendered text is too long.
         """
         context, *_ = contexts_of(fields)
-        goes_on = bool(fields.get(GOES_ON))
+        continues_final = bool(fields.get(CONTINUES_FINAL))
         return await self._continuation.beginning(
-            fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
+            fields["messages"], context.tools, context.template_kwargs, continues_final=continues_final
         )
 
     async def _prompt(self, fields: Mapping[str, Any], context: Context, place: ParentMatch, parent: Turn) -> PromptIds:

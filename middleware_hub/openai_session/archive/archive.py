@@ -198,7 +198,7 @@ class SessionArchive:
                 try:
                     await self._expire_in(slot, idle)
                 except StateError as error:
-                    logger.warning("held_sessions_not_expired", extra={"fields": {"reason": str(error)}})
+                    logger.warning("stored_sessions_not_expired", extra={"fields": {"reason": str(error)}})
 
     async def _expire_in(self, slot: int, idle: float) -> None:
         async for session_id, head in self._heads((slot,)):

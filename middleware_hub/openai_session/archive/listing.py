@@ -60,7 +60,7 @@ class HeldLines:
         except StateError as error:  # lists show the readable slots, and the next list tries again
             if slot not in self._unreadable:
                 self._unreadable.add(slot)
-                logger.warning("held_sessions_not_listed", extra={"fields": {"slot": slot, "reason": str(error)}})
+                logger.warning("stored_sessions_not_listed", extra={"fields": {"slot": slot, "reason": str(error)}})
             return
         self._read.add(slot)
         for place, line in lines:

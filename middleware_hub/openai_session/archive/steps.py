@@ -170,7 +170,7 @@ class Unsaved:
         return {**{name: getattr(envelope, name) for name in ENVELOPE}, "settings": place}
 
     def after_append(self) -> Saved:
-        """Return what the journal contains once the blobs are durable."""
+        """Return a summary of the journal's content, valid once the blobs are durable."""
         saved = self._saved
         saved.turns, saved.untraced, saved.replies, saved.rewards = self._counts
         saved.tokens, saved.things = self._tokens, saved.things + len(self._things)
@@ -312,7 +312,7 @@ class _Replay:
         return (turn for turn in self._session.turns if turn.facts.get("response_id") is not None)
 
     def saved(self, head: Mapping[str, Any], blobs: Blobs) -> Saved:
-        """Return what the journal contains, once all steps are applied."""
+        """Return a summary of the journal's content, after all steps are applied."""
         session = self._session
         for about in self._responses.values():
             settings = self._things[about["settings"]]

@@ -162,7 +162,7 @@ def _require_same(library: Write, direct: Write) -> None:
     """Render the trial conversations with both.
 
     Raises:
-        RenderingDiffers: they write different texts.
+        RenderingDiffers: the two render different texts.
     """
     for count in range(1, len(TRIAL) + 1):
         for tools in (None, [TOOL]):

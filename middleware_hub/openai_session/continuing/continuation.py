@@ -123,10 +123,10 @@ class Continuation:
         tools: Sequence[Any] | None,
         template_kwargs: Mapping[str, Any],
         *,
-        goes_on: bool = False,
+        continues_final: bool = False,
     ) -> Tokens:
-        """Return the ids that the engine makes of a conversation that continues no turn. With `goes_on`, the answer
-        continues the text of the last message.
+        """Return the ids that the engine makes of a conversation that continues no turn. With `continues_final`, the
+        answer continues the text of the last message.
 
         Raises:
             CannotRender: the template refuses the messages.
@@ -134,10 +134,10 @@ class Continuation:
         """
         renderer = self._beginning
         messages, _ = renderer.readable(messages)
-        before = messages[:-1] if goes_on else renderer.as_engine_reads(messages)
+        before = messages[:-1] if continues_final else renderer.as_engine_reads(messages)
         text = renderer.render(before, tools, generation_prompt=True, template_kwargs=template_kwargs)
         ids = await self._encoder.encode_rendered(text)
-        if not goes_on:
+        if not continues_final:
             return ids
         begun = await self._encoder.encode_rendered(str(messages[-1].get("content") or ""))
         return np.concatenate([ids, begun])

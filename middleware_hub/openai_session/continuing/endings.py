@@ -1,5 +1,5 @@
-"""Measure the text that a template writes behind an answer, in a short conversation. The cost is that of the appended
-messages, not of the whole history.
+"""Measure the text that a template writes behind an answer, in a short conversation. The cost depends only on the
+appended messages, not of the whole history.
 
     user, answer, appended messages  ──►  ...... MARKER <tail>
 
@@ -127,7 +127,7 @@ class Endings:
         generation_prompt: bool = True,
     ) -> tuple[str, str]:
         """Return the text in front of the marker and the text behind it. The conversation is `before`, or the shortest
-        one if it is None. `content` is the answer's text beside tool calls.
+        one if it is None. `content` is the answer's text next to tool calls.
 
         Raises:
             CannotRender: the template refuses the messages, or omits the answer.
@@ -152,7 +152,7 @@ class Endings:
 
 
 def _answer_variants(answer: AnswerShape, content: str) -> Iterator[Message]:
-    """Yield variants of an answer for different templates. Some accept no text beside calls, some require reasoning in
+    """Yield variants of an answer for different templates. Some accept no text next to calls, some require reasoning in
     every answer behind the last question, and some write no calls at all."""
     yield answer.message(content)
     if content and answer.calls:
@@ -167,7 +167,7 @@ def strip_call_end(tail: str, ending: Ending) -> str | None:
     """Return a tail without the rest of a tool call, or None if that rest cannot be separated from the answer's end.
 
     Raises:
-        NotAppendOnly: the tail begins with another rest than the measured one.
+        NotAppendOnly: the tail does not begin with the rest of a call that was measured.
     """
     if ending.rest is None:
         return None

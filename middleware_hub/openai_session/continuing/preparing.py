@@ -19,7 +19,7 @@ TEXT_PARTS = ("text", "input_text")
 #: Renders `(messages, tools, generation_prompt, template_kwargs)` to text.
 Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
 
-#: Errors of a template that cannot write some messages, beside `jinja2.TemplateError`.
+#: Errors of a template that cannot write some messages, besides `jinja2.TemplateError`.
 FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NotImplementedError)
 #: A tag that only transformers knows; it writes nothing.
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")

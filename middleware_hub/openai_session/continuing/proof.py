@@ -9,7 +9,7 @@ settings:
 - nothing of the history moves into the tail, and nothing but answers disappears from the history.
 
 Common shapes are proved at the start, or were at an earlier start (proof_file.py). Other shapes are proved when they
-first occur. Ids are compared as well: a note reports where joined ids differ from those of the whole text.
+first occur. Ids are compared as well: a note reports where joined ids differ from the ids of the whole text.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Proof:
         return True
 
     def _compare_ids(self, shape: Shape) -> str | None:
-        """Return None if ids joined at a stop token equal those of the whole text; otherwise a note with the
+        """Return None if ids joined at a stop token equal the ids of the whole text; otherwise a note with the
         difference."""
         answer, appended = probe_of(shape)
         context = Context(TOOLS if shape.tools else None, {})
@@ -155,7 +155,7 @@ class Proof:
             joined = self._renderer.encode(whole[:cut]) + self._renderer.encode_behind(whole[cut:], stop)
         except InexactTokenizer as error:
             return str(error)
-        return None if joined == self._renderer.encode(whole) else "the ids differ from those of the whole text"
+        return None if joined == self._renderer.encode(whole) else "the joined ids differ from the whole text's"
 
 
 def _require_all(text: str, appended: Sequence[Message]) -> None:

@@ -40,7 +40,7 @@ class Unusable(ValueError):
 
 
 class ProofFile:
-    """The file with the proof of one template. `subject` is everything beside code that its rendering depends on."""
+    """The file with the proof of one template. `subject` is everything except code that its rendering depends on."""
 
     def __init__(self, subject: Mapping[str, object]) -> None:
         content = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code_digest()]
@@ -74,7 +74,7 @@ class ProofFile:
             _replace(self.path, orjson.dumps(content))
             _delete_oldest(self.path.parent)
         except OSError as reason:
-            logger.info("proof_not_kept", extra={"fields": {"file": str(self.path), "reason": str(reason)}})
+            logger.info("proof_not_saved", extra={"fields": {"file": str(self.path), "reason": str(reason)}})
 
     def _refusals(self, data: bytes, count: int) -> Refusals:
         try:

@@ -115,7 +115,7 @@ LOOKAHEAD = 64
 
 
 class Renderer:
-    """One way to render messages. `origin` is its name for logs; `subject` is everything beside code that it depends
+    """One way to render messages. `origin` is its name for logs; `subject` is everything except code that it depends
     on."""
 
     def __init__(

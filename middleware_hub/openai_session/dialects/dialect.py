@@ -1,4 +1,4 @@
-"""The interface of a dialect: the requests of one training framework, beside the sessions' own routes."""
+"""The interface of a dialect: the requests of one training framework, in addition to the sessions' own routes."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class DressageDialect:
             await self._turn(name, scope, receive, send)
             return True
         held = name is not None and name in self._sessions.store
-        if held and await self._endpoint.beside(self._sessions.store.get(name or ""), scope, receive, send):
+        if held and await self._endpoint.answer_other(self._sessions.store.get(name or ""), scope, receive, send):
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._control_routes():
             return False
@@ -143,15 +143,15 @@ class DressageDialect:
             "last_proxy_step_recorded": False,
         }
         full = BodyTooLarge(str(error))
-        told = {"code": WINDOW_FULL, "message": str(error), "details": details}
-        Exchange.of(scope).error_body = lambda _, request_id: {**told, **error.body(request_id)}
+        fields = {"code": WINDOW_FULL, "message": str(error), "details": details}
+        Exchange.of(scope).error_body = lambda _, request_id: {**fields, **error.body(request_id)}
         return full
 
     def _check_version(self, session: Session, scope: Scope) -> None:
         """Refuse a turn that other weights would answer, in the dialect's form.
 
         Raises:
-            UpstreamError: the fleet's weights differ from those that answered the session.
+            UpstreamError: the fleet's weights differ from the weights that answered the session.
         """
         current = self._router.pool.weight_version
         if not self._one_weight_version or current is None:
@@ -286,13 +286,13 @@ class DressageDialect:
     async def _stats(self, request: Request) -> Response:
         await self._sessions.archive.load_all(lambda head: True)
         own = self._counts()
-        told = {**own, "names": [*map(str, self._groups())]} if self._sessions.store.owners.several else own
+        own_part = {**own, "names": [*map(str, self._groups())]} if self._sessions.store.owners.several else own
         if not self._sessions.store.owners.others(request.scope):  # the only process, or a request of another process
-            return as_response(told)
-        all_of_them = [told, *await self._sessions.store.owners.answers(request.scope)]
+            return as_response(own_part)
+        all_of_them = [own_part, *await self._sessions.store.owners.answers(request.scope)]
         summed = {name: sum(each[name] for each in all_of_them) for name in own}
         groups = {name for each in all_of_them for name in each["names"]}  # processes may share groups
-        named = {"names": sorted(groups)} if self._sessions.store.owners.is_asked(request.scope) else {}
+        named = {"names": sorted(groups)} if self._sessions.store.owners.asked_by_other_process(request.scope) else {}
         return as_response({**summed, "groups": len(groups), **named})
 
     def _groups(self) -> set[Name]:
@@ -326,7 +326,7 @@ class DressageDialect:
             named = await self._router.control.name_version(str(version), Exchange.of(request.scope).request_id)
             if named.status != 200:
                 return self._state_after(named.status, named.body)
-        answer = await self._router.control.go_on(Exchange.of(request.scope).request_id)
+        answer = await self._router.control.continue_generation(Exchange.of(request.scope).request_id)
         return self._state_after(answer.status, answer.body)
 
     def _state_after(self, status: int, body: bytes) -> Response:

@@ -1,5 +1,5 @@
 """Write samples in Dressage's form (`proxy/trajectory_store.py`, `TrajectorySegment`). There is one segment for each
-line of turns, with the fields of its reader and those of the router's own samples."""
+line of turns, with the fields of its reader and the fields of the router's own samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def segments_of(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
 
 
 def _segment_parts(sample: Sample, about: Mapping[str, Any], carried: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield one segment: the fields of its reader, then those of the router's samples. Experts occur once, in its
+    """Yield one segment: the fields of its reader, then the fields of the router's samples. Experts occur once, in its
     form."""
     yield orjson.dumps(about)[:-1]
     arrays = object_parts({"full_loss_mask": sample.loss_mask, "full_logprobs": sample.logprobs}, {})

@@ -1,1 +1,1 @@
-"""Contracts of episodes: what they allow, what is used, and why episodes end."""
+"""Contracts of episodes: their limits, the use of these limits, and the reasons why episodes end."""

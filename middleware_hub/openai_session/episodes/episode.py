@@ -1,4 +1,4 @@
-"""The state of an episode under its contract: what is used, and which turns run. Pure, except for waiting."""
+"""The state of an episode under its contract: its used budget and its running turns. Pure, except for waiting."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class EpisodeState:
 
     def group(self, metadata: Mapping[str, Any]) -> Group | None:
         """Return the group of the session, from its contract or else from its metadata; None if neither names a valid
-        one. Clients write the metadata unchecked, and that of an evaluation names groups of training."""
+        one. Clients write the metadata unchecked, and an evaluation's metadata may name groups of training."""
         if self.contract.evaluation is not None:
             return self.contract.group
         named = (self.contract.group, metadata.get("group"), metadata.get("instance_id"))

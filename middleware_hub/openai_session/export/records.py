@@ -101,7 +101,8 @@ def record(turn: Turn, found: Classification, rewards: Sequence[RewardEntry] = (
 
 
 def _rows(taken: TrajectoryRows) -> dict[str, Any]:
-    """Return the number of a turn's rows, including those shared with its parent, or the reason why there are none."""
+    """Return the number of routed-expert (or similar) rows of a turn, including the rows that it shares with its
+    parent. If the turn has no rows, return 0 and the reason."""
     rows, reason = taken
     if rows is None:
         return {"rows": 0, "reason": reason}

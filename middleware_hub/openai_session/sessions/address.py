@@ -23,7 +23,8 @@ def path_in_session(path: str) -> str:
 def session_key(store: SessionStore, path: str) -> str | None:
     """Return the session's own API key for this path, or None if the session has none.
 
-    The key opens only the paths that agents use (`/v1/...` and the tokenizer routes), not those that manage a session.
+    The key opens only the paths that agents use (`/v1/...` and the tokenizer routes), not the paths that manage a
+    session.
 
     Raises:
         SessionLost: the session was lost, and its key with it.

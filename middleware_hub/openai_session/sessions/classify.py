@@ -94,7 +94,7 @@ class _Branch:
         return "compaction" if longest.parent is not None and len(messages) < longest.messages else "edited_history"
 
     def edit(self, reason: str) -> Mapping[str, Any] | None:
-        """Return what the agent changed in the recorded history; None if the reason is not a change."""
+        """Return the change that the agent made to the recorded history; None if the reason is not a change."""
         turn = self._turn
         if reason == "changed_tools":
             other = next(each for each in _compared_turns(self._match) if each.context != turn.context)

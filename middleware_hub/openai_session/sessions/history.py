@@ -66,7 +66,7 @@ class HistoryMatch(NamedTuple):
         return (turn for node in self.nodes[-1] for turn in node.asked if turn.number < self.before)
 
     def divergence(self) -> tuple[int, Message | None, Message | None]:
-        """Return where the messages leave the tree.
+        """Find the first message that differs from the recorded messages.
 
         Returns:
             The number of matching messages, the latest recorded message behind them, and the message sent there. Either
@@ -173,7 +173,7 @@ class SessionHistory:
         self.answers = RecordedAnswers()
         self._equal = equal
         self._children: list[list[Turn]] = []  # by the number of their parent
-        self._classified: list[Classification] = []  # of the first turns, up to the last one that was read
+        self._classified: list[Classification] = []  # of the first turns, up to the last turn that was classified
         self._root = HistoryNode({}, 0)
         self._ends: dict[Turn, HistoryNode] = {}
         self._messages: dict[bytes, Message] = {}  # every message of a request, by digest

@@ -35,10 +35,10 @@ def is_number(value: object) -> bool:
 
 
 def check_name(name: object) -> str:
-    """Return the name of a value.
+    """Return `name` if it is valid as the name of a reward.
 
     Raises:
-        BadRequest: it is no name.
+        BadRequest: it is not a valid name.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise BadRequest("name must be 1 to 64 of the characters A-Z a-z 0-9 _ . -")
@@ -46,10 +46,10 @@ def check_name(name: object) -> str:
 
 
 class SessionRewards:
-    """The entries of one session."""
+    """The reward entries of one session."""
 
     def __init__(self) -> None:
-        #: Everything that was set, in order, with what was replaced later; the archive appends to it.
+        #: Every entry in the order of arrival, including replaced entries; the archive appends to it.
         self.log: list[RewardEntry] = []
         self._by_turn: dict[int, dict[object, RewardEntry]] = {}
 

@@ -25,7 +25,7 @@ from miles_router.middlewares.state import HeldNames, Owners
 logger = logging.getLogger(__name__)
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
-#: The most bytes of client data beside the turns, for each of: metadata, contract, and label with reward.
+#: The most bytes of client data besides the turns, for each of: metadata, contract, and label with reward.
 MAX_CARRIED_BYTES = 1 << 20
 
 
@@ -63,8 +63,8 @@ class SessionStore:
     Args:
         now: returns Unix seconds, for display.
         clock: returns monotonic seconds, for expiry.
-        owners: tells which process has which session, and which sessions ended processes had.
-        durable: whether sessions survive the end of the process, so that none is ever lost.
+        owners: finds the process that has a session.
+        names: records which sessions this process has, so that its successor knows which were lost.
         equal: compares a message that an agent sends back with the recorded one.
     """
 
@@ -293,10 +293,10 @@ class SessionStore:
         self._check_room()
 
     def _check_count(self, *, running: bool) -> None:
-        """Evict sessions until there is room for another one.
+        """Evict sessions that only a header created, until there is room for another session.
 
         Raises:
-            TooManySessions: there is no room.
+            TooManySessions: no session can be evicted.
         """
         while len(self._sessions) >= self.bounds.sessions and self._evict("max_sessions", running=running):
             pass
@@ -360,7 +360,7 @@ class SessionStore:
             self._by_header.move_to_end(session.id)
 
     def account(self, session: Session, nbytes: int) -> None:
-        """Add `nbytes` to the size of a session and of the store."""
+        """Add `nbytes` (negative to subtract) to the size of a session and of the store."""
         if not session.ending.status.is_forgotten:
             session.nbytes += nbytes
             self.nbytes += nbytes

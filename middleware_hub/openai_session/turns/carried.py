@@ -165,12 +165,12 @@ class CarriedTurn(ContinuedRequest):
         return generation
 
     async def resume(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
-        """Resume choices until they end. Raises like `carry_on`.
+        """Resume choices until they end. Raises like `resume_generations`.
 
         Returns:
             The complete answers by choice index, in the form of `/generate`.
         """
-        await self.carry_on(generations)
+        await self.resume_generations(generations)
         for each in generations:
             answer, rows = self.answers.get(each.index, each.answer), self._rows[each.index]
             tokens = [*self._prompts[each.index], *answer["output_ids"]]
@@ -193,8 +193,9 @@ class CarriedTurn(ContinuedRequest):
         return rest_as_generate(answer)
 
     def rows_of(self, generation: ResumableGeneration, exchange: Exchange) -> AbstractContextManager[None]:
-        """Attach the row deliveries of a choice to the exchange of its attempts."""
-        return self._rows[generation.index].left_on(exchange)
+        """Inside the returned context, the layers that handle `exchange` deliver the rows of the choice (routed experts
+        and the like) to its `CarriedRows`."""
+        return self._rows[generation.index].attached_to(exchange)
 
     async def sample(self, attempt: Attempt, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """Resume a choice on a worker, and ask for the rows behind those received so far."""

@@ -1,4 +1,7 @@
-"""The rows of a choice that is sampled in several attempts: each attempt asks only for the rows still missing."""
+"""Collect the rows (routed experts and the like) of a choice that is sampled in several attempts.
+
+Each attempt asks the engine only for the rows that are still missing.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,9 @@ class CarriedRows:
         self._attempts = RowDeliveries({kind: RowDelivery(kind) for kind in deliveries})
         self._note(deliveries.take(index, tokens, rid))
 
-    def left_on(self, exchange: Exchange) -> AbstractContextManager[None]:
-        """Attach the deliveries of the resumed attempts to this exchange."""
-        return self._attempts.left_on(exchange)
+    def attached_to(self, exchange: Exchange) -> AbstractContextManager[None]:
+        """Attach the row deliveries of the resumed attempts to this exchange, inside the returned context."""
+        return self._attempts.attached_to(exchange)
 
     def renew(self) -> None:
         """Set the prefix of the next attempt to the rows received so far, some of which may have been dropped since."""
@@ -67,7 +70,7 @@ class CarriedRows:
         self._note(self._attempts.take(0, tokens, self._rid))
 
     async def ask(self, questions: EngineQuestions, channels: Mapping[RowKind, RowChannel], ids: Sequence[int]) -> None:
-        """Ask an engine to compute the missing rows of these ids, such as those that a lost worker did not return."""
+        """Ask an engine to compute the missing rows of these ids, such as rows that a lost worker did not return."""
         for kind, delivery in self._attempts.items():
             prefix, hold = self._prefix(kind), channels[kind].hold
             start = 0 if prefix is None else prefix.count

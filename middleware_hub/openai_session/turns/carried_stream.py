@@ -130,7 +130,7 @@ class CarriedStream(CarriedTurn):
         """Recover token ids and prompt ids that a lost worker did not send.
 
         Raises:
-            UpstreamBroken: they cannot be recovered.
+            UpstreamBroken: the ids cannot be recovered.
         """
         growing, router = self._growing, self.services.router
         try:

@@ -45,7 +45,7 @@ class SessionEndpoint:
         """Return True if an agent API treats the request as a turn."""
         return scope["method"] == "POST" and scope["path"] in self._apis
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
+    async def answer_other(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request that is not a turn, if an agent API answers it; return whether one did.
 
         `GET /v1/models` is answered here too if the session's contract names its model.
@@ -79,7 +79,7 @@ class SessionEndpoint:
         if self.is_turn(scope):
             await self.turn(session, scope, receive, send)
             return
-        if await self.beside(session, scope, receive, send):
+        if await self.answer_other(session, scope, receive, send):
             return
         if method == "POST" and path in UNTRACED:
             body, send = await Exchange.of(scope).read(receive), self._until_durable(session, send)

@@ -112,7 +112,7 @@ class RunningTurn:
 
 
 class EpisodeKeeper:
-    """The enforcement of all sessions' contracts.
+    """The enforcement of the limits in sessions' contracts: turns of an episode that has ended are stopped or refused.
 
     Args:
         clock: the monotonic clock that the deadlines of sessions refer to.

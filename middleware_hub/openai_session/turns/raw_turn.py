@@ -16,7 +16,7 @@ from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.messages import only_text
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat import GOES_ON
+from miles_router.engines.openai.chat import CONTINUES_FINAL
 from miles_router.engines.openai.chat_parts import RAW, keeps_special, tools_of
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.held_deltas import OWN_ENDS
@@ -114,7 +114,7 @@ class RawTurn:
     @property
     def engine_fields(self) -> Mapping[str, Any]:
         """The request to the engine, with the engine's parsers turned off."""
-        rendered = {name: value for name, value in self.fields.items() if name != GOES_ON}
+        rendered = {name: value for name, value in self.fields.items() if name != CONTINUES_FINAL}
         return {**rendered, **RAW, "skip_special_tokens": not keeps_special(self.fields, self.facts)}
 
     def parse_answer(self, answer: dict[str, Any], *, shows_open_calls: bool) -> tuple[dict[str, Any], dict[int, str]]:
@@ -153,7 +153,7 @@ class RawTurn:
         try:
             message, rest = reader.read(text, began, opened=self.opened)
         except UnreadableAnswer as error:
-            logger.warning("calls_not_read", extra={"fields": {"reason": str(error)}})
+            logger.warning("tool_calls_not_parsed", extra={"fields": {"reason": str(error)}})
             return reader.message(began, "", text, ()), text, str(error)
         if finish is not None and finish not in OWN_ENDS:
             message = with_unfinished(message, text, self.fields, self.parsers, self.facts)
@@ -177,7 +177,7 @@ def begins_reasoning(ids: Tokens, fields: Mapping[str, Any], facts: Facts, decod
     begin, end = reasoning_marks(facts.reasoning_parser or "")
     if not begin:
         return False
-    if fields.get(GOES_ON):
+    if fields.get(CONTINUES_FINAL):
         begun = str(fields["messages"][-1].get("content") or "")
         return begun.rfind(begin) > begun.rfind(end)
     return decode(ids[-TAIL:].tolist(), skip_special_tokens=False).rstrip().endswith(begin)

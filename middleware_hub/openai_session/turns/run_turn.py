@@ -254,7 +254,7 @@ class TurnRunner:
         request = plan.request
         # No rows are requested if the answer does not tell which choice they belong to.
         unclear = request.stream and request.has_several_choices and asked.api.endpoint.rows_missing is not None
-        with nullcontext() if unclear else plan.deliveries.left_on(asked.exchange):
+        with nullcontext() if unclear else plan.deliveries.attached_to(asked.exchange):
             sampled = (StreamedTurn if plan.streams else WholeTurn)(self._sampling, plan, asked)
             running.streamed_tokens = sampled.streamed_tokens
             try:
@@ -335,7 +335,7 @@ class TurnRunner:
         asked = AskedSampling.of_chat(fields, (served, DEFAULT) if served else ())
         rendered = plan.request.prompt is not None or plan.request.path == paths.COMPLETIONS
         facts = {
-            SAMPLING: asked.said or None,
+            SAMPLING: asked.requested or None,
             RESHAPED_BY: asked.reshaped_by,
             UNRENDERED: None if rendered else ids_obstacle(fields),
         }

@@ -285,7 +285,7 @@ class StreamedTurn(TurnSampling):
                 choice.facts[SHOWN_OTHERWISE] = str(error)
                 session, request_id = self.plan.request.session, self.exchange.request_id
                 fields = {"session_id": session.id, "reason": str(error), "request_id": request_id}
-                logger.warning("calls_shown_otherwise", extra={"fields": fields})
+                logger.warning("streamed_tool_calls_differ", extra={"fields": fields})
             else:
                 if deltas:
                     self.stream.add_calls(choice, deltas, cut=cut)

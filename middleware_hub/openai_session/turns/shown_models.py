@@ -12,11 +12,11 @@ from miles_router.middlewares import ASGIApp, Collected, Receive, Scope, Send
 
 
 async def shown_models(name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer `GET /v1/models` and `/v1/models/{model}` with the one model of the contract.
+    """Answer `GET /v1/models` and `/v1/models/{model}` with the one model of the session's contract.
 
     Args:
         name: the model's name in the contract.
-        app: asks a worker.
+        app: forwards a request to a worker; the first model that the worker lists is shown under `name`.
 
     Raises:
         NotFound: the path names another model.

@@ -33,7 +33,7 @@ from miles_router.trajectory.rows import AlignedRows
 logger = logging.getLogger(__name__)
 
 HEAD = 0
-#: Owners that map a generation's id to its family; they lie beside the families of the same slot.
+#: Owners that map a generation's id to its family; they are stored next to the families of the same slot.
 RID_OWNERS = "|rid-"
 #: The disk may hold this many times `max_tokens`: each family on it repeats what families share in memory.
 DISK = 8

@@ -1,4 +1,7 @@
-"""Families: all entries that descend from one root text. And the index of families that a text may need."""
+"""Families of entries on the disk: a family is all entries that descend from one root text.
+
+A family is the unit that is loaded and stored. The index finds the families that a text may need.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,13 @@ DIGEST = 16
 
 
 class Family:
-    """A family of entries: one owner in the store.
+    """All recorded entries that descend from one root text, stored under one owner.
 
     Args:
-        slot: the slot of the owner, one of this process's slots. Two slots may have families of one root, so that only
+        owner: the owner's name in the store, made from a digest of the root text.
+        slot: the owner's slot, one of this process's slots. Two slots may have families of the same root text, so only
             owner and slot together identify a family.
+        chars: the number of characters of the root text that `number` is a hash of.
         loaded: whether its entries are in memory; True for a new family.
     """
 
@@ -43,14 +48,14 @@ class Family:
         #: `number` is the hash of the root's first `chars` characters.
         self.chars, self.number = chars, number
         self.loaded = loaded
-        #: Whether the disk has entries to delete whose serials must be read first.
+        #: Whether entries on the disk that are not in `entries` must be deleted. Their serials must be read first.
         self.stale = False
         #: Held during a commit or a load.
         self.lock = asyncio.Lock()
         #: By serial: the entries in memory, and those of them that are not durable yet.
         self.entries: dict[int, Entry] = {}
         self.unsaved: dict[int, Entry] = {}
-        #: By serial: ids of evicted generations that the disk still has.
+        #: By serial: ids of evicted generations that are still on the disk.
         self.gone: dict[int, str] = {}
         #: The captured rows of its generations.
         self.rows = FamilyRows()
@@ -62,7 +67,7 @@ class Family:
 
     @classmethod
     def of(cls, text: str, slots: Sequence[int]) -> Family:
-        """Make a new family of this root text, in one of these slots."""
+        """Create a new family for this root text, in one of these slots."""
         number = int(prefix_numbers(text[:ROOT_CHARS])[-1])
         digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
         slot = slots[digest[0] % len(slots)]

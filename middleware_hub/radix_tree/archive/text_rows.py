@@ -55,7 +55,7 @@ class FamilyRows:
     stale: bool = False
 
     def changes(self) -> Changes:
-        """Return the changes that write unsaved records and delete those that are gone."""
+        """Return the changes that write unsaved records and delete evicted records."""
         parents = {number: record.parent for number, record in self.records.items()}
         put = {number: (rows, _serial(parents[number])) for number, rows in self.unsaved.items()}
         # Only rows that memory still has can be written.
@@ -127,7 +127,8 @@ class TextRows:
         return self._places.get(rows, (None, 0))[0]
 
     def sweep(self, family: Family) -> None:
-        """Schedule the deletion of records that are not needed. Keep those of a kind that no layer keeps now."""
+        """Schedule the deletion of records that are not needed. Keep records of a kind that no layer of this process
+        handles."""
         records, needed = family.rows.records, set[int]()
         for number in records:
             kind, serial = generation_of_rows(number)
@@ -172,7 +173,7 @@ class TextRows:
             yield number, RowsRead(known[number], _StoredRows(parent, len(data)))
 
     def restore(self, family: Family, read: Mapping[int, RowsRead]) -> None:
-        """Count the records that were read for a family, and schedule the deletion of those that are not needed."""
+        """Count the records that were read for a family, and schedule the deletion of records that are not needed."""
         if self.are_kept:
             self.count(family, -family.rows.nbytes)
             for number, (taken, record) in read.items():

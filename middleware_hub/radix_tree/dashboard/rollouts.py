@@ -204,7 +204,8 @@ class RunningRollouts:
 
 
 def _sampled_within(turn: TextTurn | None, tokens: int) -> tuple[TextTurn | None, int]:
-    """Return the last turn up to this one that sampled one of the first `tokens` tokens, and how many it has."""
+    """Return the last turn up to this one that sampled one of the first `tokens` tokens, and how many of these tokens
+    it has, including its prompt."""
     while turn is not None and tokens <= turn.prompt:
         tokens, turn = min(tokens, turn.kept), turn.before
     return turn, tokens

@@ -76,7 +76,7 @@ class RolloutView:
         )
 
     def about(self) -> Mapping[str, Any]:
-        """Return the fields shown beside the turns; text rollouts have no values for them."""
+        """Return the fields shown next to the turns; text rollouts have no values for them."""
         return {"metadata": None, "contract": None, "untraced": 0}
 
     def turns(self) -> Iterator[TurnRow]:

@@ -48,19 +48,19 @@ def sheets_of(arrays: Arrays, samples: list[dict[str, Any]]) -> Iterator[TokenSh
         Malformed: a tensor is missing that `nulls` does not name, or a value has the wrong type.
         InvalidTrajectory: the arrays contradict each other.
     """
-    for place, told in enumerate(samples):
+    for place, about in enumerate(samples):
         try:
-            nulls = told["nulls"]
+            nulls = about["nulls"]
             names = [name for name in ("tokens", MASK, LOGPROBS, EXPERTS) if name not in nulls]
             given = {name: arrays[f"{name}.{place}"] for name in names}
-            yield _sheet(given, told)
+            yield _sheet(given, about)
         except (KeyError, TypeError, AttributeError) as error:
             raise Malformed(f"sample {place}: a field is missing or of the wrong kind: {error!r}") from None
 
 
-def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
+def _sheet(given: Arrays, about: Mapping[str, Any]) -> TokenSheet:
     tokens = given.get("tokens", np.zeros(0, dtype=np.int64))
-    length, response = len(tokens), told["response_length"]
+    length, response = len(tokens), about["response_length"]
     if type(response) is not int or not 0 <= response <= length:
         raise InvalidTrajectory("response_fits", f"{length} tokens cannot have a response of {response!r}")
     mask, logprobs = (_over_all(given.get(name), response, length) for name in (MASK, LOGPROBS))
@@ -69,7 +69,7 @@ def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
     experts = given.get(EXPERTS)
     if experts is not None and (experts.ndim != 3 or len(experts) != max(length - 1, 0)):
         raise InvalidTrajectory("routed_experts_fit", f"{length} tokens cannot have rows {list(experts.shape)}")
-    own = {**told["metadata"]}
+    own = {**about["metadata"]}
     of_router = own.pop(ROUTER, None)
     if isinstance(of_router, dict):
         own |= of_router
@@ -82,11 +82,11 @@ def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
         sampled=None if mask is None else sampled_positions(checked.loss_mask, logprobs, (), turns),
         logprobs=logprobs,
         expert_entropy=entropy_of(experts),
-        version_names=[str(name) for each in told["weight_versions"] for name in _names(each)],
+        version_names=[str(name) for each in about["weight_versions"] for name in _names(each)],
         turns=turns,
         path=[number for number in path if type(number) is int],
-        status=str(told["status"]),
-        reward=told.get("reward"),
+        status=str(about["status"]),
+        reward=about.get("reward"),
         response_length=response,
         metadata=own,
         notes=notes,

@@ -126,8 +126,8 @@ class ChatByIds:
 
     def whole(self, answer: bytes, version: str | None) -> bytes:
         try:
-            told = orjson.loads(answer if self._inner is None else self._inner.whole(answer, version))
-            return orjson.dumps(self._whole(told if isinstance(told, list) else [told]))
+            parsed = orjson.loads(answer if self._inner is None else self._inner.whole(answer, version))
+            return orjson.dumps(self._whole(parsed if isinstance(parsed, list) else [parsed]))
         except (*MALFORMED, orjson.JSONDecodeError) as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
 
@@ -141,7 +141,7 @@ class ChatByIds:
         meta, finish = answer["meta_info"], answer["meta_info"]["finish_reason"]
         if not isinstance(answer["text"], str):
             raise TypeError("the text is not a string")
-        told = {"prompt_token_ids": self._fields["input_ids"]} if self._fields.get(PROMPT_OF_WHOLE) else {}
+        prompt = {"prompt_token_ids": self._fields["input_ids"]} if self._fields.get(PROMPT_OF_WHOLE) else {}
         return {
             "index": index,
             "message": {"role": "assistant", "content": answer["text"], "reasoning_content": None, "tool_calls": None},
@@ -149,7 +149,7 @@ class ChatByIds:
             "finish_reason": finish["type"],
             "matched_stop": finish.get("matched"),
             "meta_info": meta,
-            **told,
+            **prompt,
         }
 
     def event(self, event: Event, version: str | None) -> bytes:
@@ -159,16 +159,16 @@ class ChatByIds:
             except MALFORMED as error:
                 raise UnreadableAnswer("incomplete", in_words(error)) from error
         raw = event.raw if self._inner is None else self._inner.event(event, version)
-        told = Event.read(raw).parse()
-        if not isinstance(told, Mapping) or "error" in told or not event.data:
+        parsed = Event.read(raw).parse()
+        if not isinstance(parsed, Mapping) or "error" in parsed or not event.data:
             return raw
         try:
-            index = told.get("index", 0)
+            index = parsed.get("index", 0)
             if type(index) is not int or not 0 <= index < self._choices:
                 raise TypeError("the index of an event is invalid")
             choice = self._streamed.setdefault(index, StreamedChoice(self._stops))
-            parts = [*choice.parts(told)]
-            head = {**self._head(told["meta_info"]["id"]), "object": "chat.completion.chunk"}
+            parts = [*choice.parts(parsed)]
+            head = {**self._head(parsed["meta_info"]["id"]), "object": "chat.completion.chunk"}
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", in_words(error)) from error
         return b"".join(write_event({**head, "choices": [{"index": index, **part}]}) for part in parts)
@@ -180,15 +180,15 @@ class ChatByIds:
             return
         metas = [answer["meta_info"] for answer in ended]
         head = {**self._head(metas[0].get("id")), "object": "chat.completion.chunk", "choices": []}
-        said: dict[str, Any] = {}
+        extension: dict[str, Any] = {}
         if self._fields.get(SGLEXT["output_ids"]):
-            said["output_ids"] = [answer["output_ids"] for answer in ended]
+            extension["output_ids"] = [answer["output_ids"] for answer in ended]
         if self._fields.get(PROMPT_OF_STREAM):
-            said["input_ids"] = self._fields["input_ids"]
+            extension["input_ids"] = self._fields["input_ids"]
         rows = [fields.rows.name for fields in ROW_FIELDS.values()]
-        said |= {name: metas[0][name] for name in rows if metas[0].get(name)}
-        if said:
-            yield {**head, "usage": None, "sglext": said}
+        extension |= {name: metas[0][name] for name in rows if metas[0].get(name)}
+        if extension:
+            yield {**head, "usage": None, "sglext": extension}
         if wants_usage(self._fields):
             yield {**head, "usage": self._usage(metas)}
 
@@ -218,7 +218,7 @@ class StreamedChoice:
         """The answer so far, in the form of `/generate`; None before the first event."""
         return self._growing.answer
 
-    def parts(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def parts(self, parsed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the fields of the choice in each chunk that one event becomes.
 
         Raises:
@@ -227,7 +227,7 @@ class StreamedChoice:
         """
         if self._growing.ended:
             raise UnreadableAnswer("incomplete", "an event follows the finish reason")
-        answer = self._growing.add(told)
+        answer = self._growing.add(parsed)
         meta, finish = answer["meta_info"], answer["meta_info"].get("finish_reason")
         if finish is not None and not isinstance(finish["type"], str):
             raise TypeError("the type of the finish reason is not a string")

@@ -54,7 +54,7 @@ CONTROLS = frozenset(
     )
 )
 #: The field of a request whose last message is the start of the answer.
-GOES_ON = "continue_final_message"
+CONTINUES_FINAL = "continue_final_message"
 SCHEMA = "ChatCompletionRequest"
 #: Where a request has the header `X-SGLExt-Ids-Framed`, the ids come in an event of this name.
 FRAMED = b"sglext_ids"
@@ -174,7 +174,7 @@ def ids_obstacle(fields: Mapping[str, Any]) -> str | None:
         return "own_input_ids"
     if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
         return "invalid_chat_template_kwargs"  # the engine reports this error
-    return GOES_ON if fields.get(GOES_ON) else None
+    return CONTINUES_FINAL if fields.get(CONTINUES_FINAL) else None
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:

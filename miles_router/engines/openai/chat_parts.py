@@ -189,8 +189,8 @@ def joined_answer(first: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]
     metas = [choice["meta_info"] for choice in choices]
     answer = {**first, "choices": list(choices), "usage": joined_usage(first.get("usage"), metas)}
     if "metadata" in first:
-        told = {name: metas[0][name] for name in (VERSION, VERSIONS) if name in metas[0]}
-        answer["metadata"] = {**(first["metadata"] or {}), **told}
+        versions = {name: metas[0][name] for name in (VERSION, VERSIONS) if name in metas[0]}
+        answer["metadata"] = {**(first["metadata"] or {}), **versions}
     extra = first.get("sglext")
     if extra and extra.get("output_ids"):
         ids = [[triple[1] for triple in meta[LOGPROBS]] for meta in metas]

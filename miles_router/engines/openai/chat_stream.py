@@ -243,10 +243,10 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
     def _choice(self, index: int, choice: GrowingChatChoice, ids: list[int]) -> Choice:
         message = choice.message.message()  # first, since a malformed message is not a shortfall
         if choice.tokens < len(ids):
-            told: Unreadable = "token_counts_disagree" if choice.tokens else "incomplete"
+            reason: Unreadable = "token_counts_disagree" if choice.tokens else "incomplete"
             first = f"position {choice.tokens}, token {ids[choice.tokens]} has none"
             counts = f"{len(ids)} ids, {choice.tokens} logprobs; {first}"
-            raise StreamShortfall(f"a stream left out logprobs: {counts}", told)
+            raise StreamShortfall(f"a stream left out logprobs: {counts}", reason)
         return Choice(
             index=index,
             message=message,
@@ -275,8 +275,8 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         Raises:
             UnreadableAnswer: the stream did not contain the ids and logprobs.
         """
-        choice, told = self.growing[index], self._ids or []
-        ids = told[index] if index < len(told) else None
+        choice, all_ids = self.growing[index], self._ids or []
+        ids = all_ids[index] if index < len(all_ids) else None
         if ids is None or len(ids) != len(choice.entries) or not all(type(each) is int for each in ids):
             raise UnreadableAnswer("incomplete", "the stream lacks the ids and logprobs of the sampled tokens")
         try:
@@ -298,7 +298,8 @@ class GrowingChat(GrowingChoices[GrowingChatChoice]):
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
 
     def replace_tokens(self, index: int, answer: Mapping[str, Any]) -> None:
-        """Replace the tokens of a continued choice by those of the joined answer, which has the form of `/generate`."""
+        """Replace the tokens of a continued choice by the tokens of the joined answer, which has the form of
+        `/generate`."""
         choice, meta = self.growing[index], answer["meta_info"]
         choice.logprobs = [triple[0] for triple in meta[LOGPROBS]]
         choice.tokens = len(choice.logprobs)

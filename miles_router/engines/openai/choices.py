@@ -121,8 +121,8 @@ class GrowingChoice(ABC):
         Raises:
             UnreadableAnswer: the value is not a list.
         """
-        told = choice.get("logprobs")
-        entries = told.get(name) if isinstance(told, Mapping) else told
+        found = choice.get("logprobs")
+        entries = found.get(name) if isinstance(found, Mapping) else found
         if entries is not None and not isinstance(entries, list):
             position = len(self.logprobs)
             raise UnreadableAnswer("invalid_tokens", f"position {position}: the logprobs from there on are not a list")
@@ -287,7 +287,8 @@ class OpenAIEndpoint(Protocol):
         ...
 
     def shortfall(self, facts: Facts) -> str | None:
-        """Return what a record needs and the streams of this engine lack; None if nothing, or if not known yet."""
+        """Return the reason why streams of this engine cannot be recorded; None if they can, or if that is not known
+        yet."""
         ...
 
     @property

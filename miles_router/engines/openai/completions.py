@@ -109,7 +109,7 @@ def _shared_metadata(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the metadata for each of several choices, from the spans of the first choice.
 
     Raises:
-        UnreadableAnswer: the spans have several versions, so that those of the other choices are unknown.
+        UnreadableAnswer: the spans have several versions, so that the versions of the other choices are unknown.
     """
     versions = {span["version"] for span in metadata.get(VERSIONS) or ()} or {metadata.get(VERSION)}
     if len(versions) > 1:

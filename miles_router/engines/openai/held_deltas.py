@@ -52,10 +52,10 @@ def _begins(stop: str, text: str) -> bool:
 
 def token_bytes(entry: Mapping[str, Any]) -> bytes:
     """Return the bytes of a token from its logprob entry. Raises one of `MALFORMED` if they are malformed."""
-    told = entry.get("bytes") or []
-    if not isinstance(told, list) or not all(type(each) is int and 0 <= each < 256 for each in told):
+    values = entry.get("bytes") or []
+    if not isinstance(values, list) or not all(type(each) is int and 0 <= each < 256 for each in values):
         raise TypeError("the bytes of a token are not a list of numbers from 0 to 255")
-    return bytes(told)
+    return bytes(values)
 
 
 class HeldDelta:

@@ -45,7 +45,7 @@ class HeldString:
         """The number of bytes that the base64 decodes to.
 
         Raises:
-            UnreadableAnswer: the length is not that of base64.
+            UnreadableAnswer: no base64 text has this length.
         """
         if self.length % CHARS:
             raise UnreadableAnswer("incomplete", "the rows are not base64")

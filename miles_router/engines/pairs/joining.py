@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, goes_on
+from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, is_unfinished
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.pairs.held_rows import JoinedString, RowStrings
 from miles_router.engines.pairs.prefill import PrefillAnswer, index_of, meta_of, metas_of, parse_answer
@@ -100,7 +100,7 @@ def join_event(
         UnreadableAnswer: the two answers do not fit together.
     """
     has_rows = any(fields.rows.quoted in event.data for fields in request.rows)
-    if not (request.prompt_logprobs or has_rows) and goes_on(event.data):
+    if not (request.prompt_logprobs or has_rows) and is_unfinished(event.data):
         return None
     parsed = event.parse()
     if parsed is None or event.is_error:
@@ -129,7 +129,7 @@ def _complete_meta(
 
 
 def _set_first_version(meta: dict[str, Any], version: str) -> None:
-    """Set the weight version of the first token to `version`, that of the prefill half."""
+    """Set the weight version of the first token to `version`, which the prefill half has."""
     spans = meta.get(VERSIONS)
     if not spans or not spans[0]["end"] or spans[0]["version"] == version:
         return

@@ -1,6 +1,6 @@
 """Accounts for a sampled text in the message that was parsed from it, for the parsers of all engines. Pure.
 
-A parser only divides a text. So the words of the text must be those of the message, in any order, except markup: tags,
+A parser only divides a text. So the text and the message must have the same words, in any order, except markup: tags,
 special tokens, and the vocabulary of calls. Numbers compare by value, escaped characters as what they stand for.
 """
 
@@ -191,7 +191,7 @@ def _faults_of_calls(shown: _Shown, tools: Collection[str], *, cut: bool) -> set
 
 
 def _is_object(arguments: str) -> bool:
-    """Return whether arguments are a JSON object. Nothing and null stand for no arguments."""
+    """Return whether the text is a JSON object. An empty text and `null` also count: they stand for no arguments."""
     try:
         return not arguments or isinstance(json.loads(arguments), dict | None)
     except (ValueError, RecursionError):
@@ -210,8 +210,8 @@ def _heads(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _unmatched(text: str, shown: _Shown) -> tuple[list[str], _Shown]:
-    """Return what remains of a text and of a message when the message's parts are found in the text in their order, up
-    to the first part that is not found."""
+    """Find the message's parts in the text, in their order, up to the first part that is missing. Return the rest of
+    the text and of the message."""
     parts, at = [*shown.texts, *shown.arguments], 0
     pieces: list[str] = []
     for place, part in enumerate(parts):
@@ -320,7 +320,8 @@ def _explain(text: str, shown: _Shown, tools: Collection[str], *, cut: bool) -> 
 
 
 def _left_of(part: str, *budgets: Counter[str]) -> bool:
-    """Take the words of a part of the text out of those of the message; return whether the message has too few."""
+    """Subtract the words of a part of the text from the words of the message; return whether the message has too
+    few."""
     words = _required([part])
     for budget in budgets:
         taken = words & budget
@@ -344,7 +345,7 @@ def _is_open(call: str) -> bool:
 
 
 def _begin_of_json(call: str) -> int:
-    """Return where the JSON of a call begins; -1 if there is none, or if the call's format is another one."""
+    """Return the index at which the JSON of a call begins; -1 if the call has no JSON, or another format."""
     begin = call.find("{")
     return -1 if _PARAMETER.search(call) or "(" in call[: max(0, begin)] else begin
 

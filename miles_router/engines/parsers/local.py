@@ -32,7 +32,7 @@ class LocalParser(NamedTuple):
     calls: CallFormat
 
 
-#: Parsers by family: the names that `tito_model` accepts, and those of the library behind it.
+#: Parsers by family: the names that `tito_model` accepts, and the names that the library behind it uses.
 FAMILIES: Mapping[str, LocalParser] = {
     **dict.fromkeys(("qwen3", "qwen3-next", "qwennext"), LocalParser(_QWEN, Hermes())),
     **dict.fromkeys(("qwen3.5", "qwen35"), LocalParser(_QWEN, QwenCoder())),
@@ -67,8 +67,8 @@ THINKING: Mapping[str, ReasoningFormat] = {
     "deepseek-v4": DeepSeekV4Thinking(),
     "gpt-oss": Harmony(),
 }
-#: The marks around reasoning: the usual ones, and those of engine parsers that differ. A prompt never opens the
-#: reasoning of gpt-oss.
+#: The marks around reasoning: the usual marks, and the marks of engine parsers that use others. A prompt never opens
+#: the reasoning of gpt-oss.
 USUAL_MARKS = (_PLAIN.begin, _PLAIN.end)
 MARKS: Mapping[str, tuple[str, str]] = {
     "gpt-oss": ("", "<|end|>"),

@@ -67,8 +67,8 @@ class SGLang(Engine):
     def has_said_all(self, documents: Documents) -> bool:
         return None not in (documents.get(paths.MODEL_INFO[0]), documents.get(paths.SERVER_INFO[0]))
 
-    def sampling_version(self, said: bytes) -> str | None:
-        return sampling_version(said)
+    def sampling_version(self, body: bytes) -> str | None:
+        return sampling_version(body)
 
     def takes_cache_key(self, facts: Facts, path: str) -> bool:
         return takes_cache_key(facts, path)

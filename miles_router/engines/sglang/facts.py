@@ -111,17 +111,17 @@ def _count(info: Mapping[str, Any], name: str) -> int | None:
 
 def _adapters(server: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the adapter names. `lora_paths` has the start arguments, or a mapping or list of objects per adapter."""
-    told = server.get("lora_paths")
-    if not isinstance(told, (list, dict)):
+    listed = server.get("lora_paths")
+    if not isinstance(listed, (list, dict)):
         return None
-    names = [each.get(ADAPTER_NAME) if isinstance(each, dict) else each for each in told]
+    names = [each.get(ADAPTER_NAME) if isinstance(each, dict) else each for each in listed]
     return frozenset(name.partition("=")[0] for name in names if isinstance(name, str))
 
 
 def _context_length(server: Mapping[str, Any]) -> int | None:
     """Return the context length. SGLang reports it only if it was set; else it is the maximum prompt length plus 6."""
-    said, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
-    return said or (None if longest is None else longest + 6)
+    reported, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
+    return reported or (None if longest is None else longest + 6)
 
 
 def _ranks(server: Mapping[str, Any]) -> int | None:

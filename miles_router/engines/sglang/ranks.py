@@ -38,8 +38,8 @@ def ranks(facts: Facts) -> int:
     """
     if facts.is_half:
         return 1
-    told = facts.takes_field("GenerateReqInput", FIELDS[0])
-    return facts.dp_size if told and facts.dp_size is not None and facts.dp_size <= MAX_RANKS else 1
+    has_field = facts.takes_field("GenerateReqInput", FIELDS[0])
+    return facts.dp_size if has_field and facts.dp_size is not None and facts.dp_size <= MAX_RANKS else 1
 
 
 def wish(path: str, headers: Headers, body: bytes, parse: Parse) -> RankWish:

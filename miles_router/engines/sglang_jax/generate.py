@@ -187,7 +187,8 @@ class GenerateTranslation:
         count, entries = meta["completion_tokens"], meta.setdefault(LOGPROBS, [])
         before = self._last.get(index)
         if is_abort(meta["finish_reason"]) and before is not None and count < before["meta_info"]["completion_tokens"]:
-            # A retracted generation that is aborted in the queue loses its sampled tokens: use those of the last event.
+            # A retracted generation that is aborted in the queue loses its sampled tokens: use the tokens of the last
+            # event.
             return {**before, "meta_info": {**before["meta_info"], "finish_reason": meta["finish_reason"]}}
         if len(entries) != count:
             raise UnreadableAnswer("token_counts_disagree", f"{count} tokens, {len(entries)} logprobs")

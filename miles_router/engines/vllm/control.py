@@ -105,10 +105,10 @@ def order(action: Action, flags: Flags) -> Order:
 def refused(answer: bytes) -> bool:
     """Return True if an answer with status 200 reports failure (`"success": false`)."""
     try:
-        said = orjson.loads(answer) if b'"success"' in answer else None
+        parsed = orjson.loads(answer) if b'"success"' in answer else None
     except orjson.JSONDecodeError:
         return False
-    return isinstance(said, dict) and said.get("success") is False
+    return isinstance(parsed, dict) and parsed.get("success") is False
 
 
 def _order(path: str, query: Mapping[str, str] | None = None, *, fields: object = None) -> Order:

@@ -82,11 +82,11 @@ class VLLM(Engine):
     def has_said_all(self, documents: Documents) -> bool:
         return None not in (documents.get(paths.SERVER_INFO[0]), documents.get(paths.SAMPLE))
 
-    def sampling_version(self, said: bytes) -> str | None:
-        return facts.weight_version(said)
+    def sampling_version(self, body: bytes) -> str | None:
+        return facts.weight_version(body)
 
-    def is_unready(self, status: int, said: bytes) -> bool:
-        return b'"is_paused":true' in said
+    def is_unready(self, status: int, body: bytes) -> bool:
+        return b'"is_paused":true' in body
 
     def adapters(self, listed: bytes) -> frozenset[str]:
         return listed_adapters(listed)

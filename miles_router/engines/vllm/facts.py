@@ -128,9 +128,9 @@ def read_facts(documents: Documents) -> Facts:
     )
 
 
-def weight_version(said: bytes | None) -> str | None:
+def weight_version(body: bytes | None) -> str | None:
     """Return the weight version in an answer to `/weight_info`; None if there is none."""
-    return _text(_object(said).get("weight_version"))
+    return _text(_object(body).get("weight_version"))
 
 
 @functools.lru_cache(maxsize=8)  # several readers parse the same document

@@ -76,7 +76,7 @@ CONSTRAINTS: Mapping[str, str] = {
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
 }
-#: Penalties and their neutral values. With any other value, raw logprobs are not those of the sampling distribution.
+#: Penalties and their neutral values. With any other value, raw logprobs do not describe the sampling distribution.
 NEUTRAL_PENALTIES: Mapping[str, float] = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 #: Other accepted fields: the translation reads them, or they do not affect the sampled tokens.
 FIELDS = frozenset(
@@ -168,7 +168,7 @@ class PromptSampling:
             raise CannotServe(f"it returns no prompt logprobs in a stream: send {START_LEN} only without stream")
         if self._wants_logprobs and flags.raw_logprobs and changes_distribution(params):
             raise CannotServe(
-                "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
+                "its logprobs are computed at temperature 1 without penalties: start it with --logprobs-mode "
                 "processed_logprobs"
             )
 
@@ -218,8 +218,8 @@ class PromptSampling:
     def whole(self, answer: bytes, version: str | None) -> bytes:
         with readable():
             answer, of_prompt = take_array(answer, PROMPT) if self._prompt_from is not None else (answer, None)
-            told = orjson.loads(answer)
-            choices, usage = told["choices"], told["usage"]
+            parsed = orjson.loads(answer)
+            choices, usage = parsed["choices"], parsed["usage"]
             if sorted(choice["index"] for choice in choices) != [*range(self._request.samples)]:
                 raise UnreadableAnswer("incomplete", f"{len(choices)} answers to {self._request.samples} generations")
             for new_choice in choices:
@@ -234,17 +234,17 @@ class PromptSampling:
         if event.is_last or event.is_error:
             return event.raw
         with readable():
-            told = event.parse()
-            if not told["choices"]:
-                self._check_usage(told["usage"])
+            parsed = event.parse()
+            if not parsed["choices"]:
+                self._check_usage(parsed["usage"])
                 return b""
-            (new_choice,) = told["choices"]
+            (new_choice,) = parsed["choices"]
             index = new_choice["index"]
             if type(index) is not int or not 0 <= index < len(self._choices):
                 raise UnreadableAnswer("incomplete", "the index of an event is invalid")
-            begin, said = len(self._choices[index].ids), len(self._choices[index].text)
+            begin, chars = len(self._choices[index].ids), len(self._choices[index].text)
             self._choices[index].add(new_choice)
-            answer = self._answer(index, version, {}, *((begin, said) if self._incremental else (0, 0)))
+            answer = self._answer(index, version, {}, *((begin, chars) if self._incremental else (0, 0)))
             place = {"index": self._first + index} if self._request.indexed else {}
             return write_event({**answer, **place})
 
@@ -257,38 +257,38 @@ class PromptSampling:
             raise UnreadableAnswer("incomplete", "the usage arrived before every generation ended")
 
     def _answer(
-        self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, said_text: int = 0
+        self, index: int, version: str | None, meta: Mapping[str, Any], begin: int = 0, begin_char: int = 0
     ) -> dict[str, Any]:
-        """Return the answer of one sample so far, without its first `begin` tokens and `said_text` characters."""
+        """Return the answer of one sample so far, without its first `begin` tokens and `begin_char` characters."""
         choice = self._choices[index]
         ids, prompt = ([] if self._wants_no_tokens else choice.ids), len(self._prompt.ids or ())
         count = len(ids)
-        said: dict[str, Any] = {
+        meta_info: dict[str, Any] = {
             "id": self._ids[index],
             "finish_reason": choice.finish_reason(no_tokens=self._wants_no_tokens),
         }
-        said |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
+        meta_info |= {"prompt_tokens": prompt, "completion_tokens": count, **meta}
         if self._wants_logprobs:
-            said |= {LOGPROBS: choice.entries[begin:count], "output_token_logprobs_length": count}
-            said |= {TOP_ENTRIES: choice.tops[begin:count]} if self._tops else {}
-            said.setdefault("input_token_logprobs", [])
+            meta_info |= {LOGPROBS: choice.entries[begin:count], "output_token_logprobs_length": count}
+            meta_info |= {TOP_ENTRIES: choice.tops[begin:count]} if self._tops else {}
+            meta_info.setdefault("input_token_logprobs", [])
         spans = choice.versions
         if spans and not self._wants_no_tokens:
-            said |= {VERSIONS: spans, VERSION: spans[-1]["version"]}
-            version_runs(said, count)
+            meta_info |= {VERSIONS: spans, VERSION: spans[-1]["version"]}
+            version_runs(meta_info, count)
         elif version is not None:
-            said[VERSION] = version
+            meta_info[VERSION] = version
         # A generation that is aborted before its first token was not computed and has no rows.
         if choice.finish and choice.ids and self._request.body.get(EXPERT_FIELDS.wanted):
             start = min(EXPERT_FIELDS.start_of(self._request.body), prompt)
             rows = prompt + len(choice.ids) - 1 - start
-            said[EXPERT_FIELDS.rows.name] = converted_rows(
+            meta_info[EXPERT_FIELDS.rows.name] = converted_rows(
                 choice.experts, rows, rows - 1 if self._wants_no_tokens else rows
             )
         return {
-            "text": "" if self._wants_no_tokens else choice.text[said_text:],
+            "text": "" if self._wants_no_tokens else choice.text[begin_char:],
             "output_ids": ids[begin:],
-            "meta_info": said,
+            "meta_info": meta_info,
         }
 
     @property
@@ -297,11 +297,13 @@ class PromptSampling:
         return not any(choice.ids for choice in self._choices)
 
     def _prompt_logprobs(self, pieces: Sequence[bytes] | None) -> dict[str, Any]:
-        """Return the logprobs of the prompt from the first requested token on, whose own logprob is None.
+        """Return the `meta_info` fields with the logprobs of the prompt, from the first requested token on.
+
+        The first entry's logprob is None. Without requested prompt logprobs there are no fields.
 
         Raises:
-            KeyError: vLLM returned none.
-            UnreadableAnswer: the number of logprobs is not that of prompt tokens.
+            KeyError: vLLM's answer has no prompt logprobs.
+            UnreadableAnswer: vLLM returned more or fewer logprobs than the prompt has tokens.
         """
         begin, ids = self._prompt_from, self._prompt.ids or ()
         if begin is None or self._sampled_nothing:
@@ -311,34 +313,34 @@ class PromptSampling:
         entries: list[list[Any]] = []
         tops: list[orjson.Fragment | None] = []
         place = 0
-        for place, said in enumerate(chain.from_iterable(map(orjson.loads, pieces)), 1):
+        for place, by_id in enumerate(chain.from_iterable(map(orjson.loads, pieces)), 1):
             if not begin < place <= len(ids):
                 continue
             token = ids[place - 1]
-            known = said[str(token)] if entries else {"logprob": None, "decoded_token": None}
-            ranked = sorted((said or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
+            own = by_id[str(token)] if entries else {"logprob": None, "decoded_token": None}
+            ranked = sorted((by_id or {}).items(), key=lambda item: item[1]["rank"])[: self._tops]
             row = orjson.dumps([self._prompt_entry(int(id_), one) for id_, one in ranked])
             tops.append(orjson.Fragment(row) if entries else None)
-            entries.append(self._prompt_entry(token, known))
+            entries.append(self._prompt_entry(token, own))
         if place != len(ids):
             raise UnreadableAnswer("token_counts_disagree", f"{place} logprobs for {len(ids)} prompt tokens")
         return {"input_token_logprobs": entries, **({PROMPT_TOPS: tops} if self._tops else {})}
 
-    def _prompt_entry(self, token: int, told: Mapping[str, Any]) -> list[Any]:
-        return [told["logprob"], token, told["decoded_token"] if self._with_text else None]
+    def _prompt_entry(self, token: int, entry: Mapping[str, Any]) -> list[Any]:
+        return [entry["logprob"], token, entry["decoded_token"] if self._with_text else None]
 
-    def _entry(self, told: Mapping[str, Any], token: int | None = None) -> list[Any]:
+    def _entry(self, entry: Mapping[str, Any], token: int | None = None) -> list[Any]:
         """Return a logprob entry of `/generate`. Without `token`, the entry itself must contain the id.
 
         Raises:
             UnreadableAnswer: vLLM does not know the logprob.
         """
-        named = told["token"].startswith(PLACEHOLDER)
+        named = entry["token"].startswith(PLACEHOLDER)
         if token is None:
-            token = int(told["token"].removeprefix(PLACEHOLDER))
-        if told["logprob"] <= NO_LOGPROB:
+            token = int(entry["token"].removeprefix(PLACEHOLDER))
+        if entry["logprob"] <= NO_LOGPROB:
             raise UnreadableAnswer("incomplete", f"the logprob of token {token} is missing")
-        return [told["logprob"], token, told["token"] if self._with_text and not named else None]
+        return [entry["logprob"], token, entry["token"] if self._with_text and not named else None]
 
 
 class VLLMSample:
@@ -360,7 +362,7 @@ class VLLMSample:
         self._matched: object = None
         self._entry, self._tops = entry, tops
 
-    def add(self, told: Mapping[str, Any]) -> None:
+    def add(self, choice: Mapping[str, Any]) -> None:
         """Append the tokens of an event.
 
         Raises:
@@ -369,11 +371,11 @@ class VLLMSample:
         """
         if self.finish:
             raise UnreadableAnswer("incomplete", "an event follows the finish reason")
-        ids, text = told["token_ids"], told["text"]
+        ids, text = choice["token_ids"], choice["text"]
         if not isinstance(text, str) or not isinstance(ids, list) or not {*map(type, ids)} <= {int}:
             raise TypeError("token_ids is not a list of integers, or text is not a string")
         if self._entry is not None:
-            content = (told["logprobs"] or {"content": []})["content"]
+            content = (choice["logprobs"] or {"content": []})["content"]
             if len(content) != len(ids):
                 raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} tokens, {len(content)} logprobs")
             self.entries += map(self._entry, content, ids)
@@ -382,12 +384,12 @@ class VLLMSample:
                 self.tops += [[*map(self._entry, each[: self._tops])] for each in ranked]
         self.ids += ids
         self.text += text
-        finish = told["finish_reason"]
+        finish = choice["finish_reason"]
         if finish is not None:
             if finish not in ("stop", "length", "abort"):
                 raise UnreadableAnswer("incomplete", f"unknown finish reason {str(finish)[:64]!r}")
-            self.finish, self._matched = finish, told["stop_reason"]
-            self.versions, self.experts = told["weight_versions"] or [], told["routed_experts"]
+            self.finish, self._matched = finish, choice["stop_reason"]
+            self.versions, self.experts = choice["weight_versions"] or [], choice["routed_experts"]
 
     def finish_reason(self, *, no_tokens: bool) -> dict[str, Any] | None:
         """Return the finish reason in the form of `/generate`; None before the end.

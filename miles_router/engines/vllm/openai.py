@@ -55,7 +55,7 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> VLLMRequest
         and (changes_distribution(fields) or not _has_neutral_values(fields))
     ):
         raise CannotServe(
-            "its logprobs are those of temperature 1 without penalties: start it with --logprobs-mode "
+            "its logprobs are computed at temperature 1 without penalties: start it with --logprobs-mode "
             "processed_logprobs, or send temperature 0 or 1 and repetition_penalty 1, since models have other defaults"
         )
     versions = path == paths.COMPLETIONS and bool(fields.get("return_token_ids"))
@@ -64,7 +64,7 @@ def translate(path: str, body: bytes, parse: Parse, flags: Flags) -> VLLMRequest
 
 
 def _wants_logprobs(path: str, fields: Mapping[str, Any]) -> bool:
-    """Return True if the request asks for logprobs. In completions, 0 asks for those of sampled tokens only."""
+    """Return True if the request asks for logprobs. In completions, 0 asks for the logprobs of sampled tokens only."""
     if path == paths.RESPONSES:
         included = fields.get("include")
         return isinstance(included, list) and OUTPUT_LOGPROBS in included
@@ -116,7 +116,7 @@ class VLLMRequest:
         """Return an event of a stream with the client's request id."""
         return self._named(event.raw)
 
-    def _named(self, said: bytes) -> bytes:
+    def _named(self, data: bytes) -> bytes:
         for name, given in self._client_names.items():
-            said = said.replace(name, given)
-        return said
+            data = data.replace(name, given)
+        return data

@@ -16,20 +16,20 @@ from miles_router.engines.rows import decode_rows
 DIMENSIONS = 3  # token, layer, chosen expert
 
 
-def converted_rows(told: object, rows: int, kept: int) -> str:
+def converted_rows(encoded: object, rows: int, kept: int) -> str:
     """Return the first `kept` rows as base64 of int32.
 
     Args:
-        told: the `routed_experts` of the engine's answer.
+        encoded: the `routed_experts` of the engine's answer.
         rows: the number of rows that the answer must have.
 
     Raises:
         UnreadableAnswer: the rows are missing or malformed, or their number differs.
     """
-    if not isinstance(told, str):
+    if not isinstance(encoded, str):
         raise UnreadableAnswer("incomplete", "routed_experts are missing")
     try:
-        experts = np.load(io.BytesIO(decode_rows(told)), allow_pickle=False)
+        experts = np.load(io.BytesIO(decode_rows(encoded)), allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise UnreadableAnswer("incomplete", f"routed_experts are not an array: {error}") from error
     if experts.ndim != DIMENSIONS or len(experts) != rows or experts.dtype.kind not in "iu":

@@ -76,7 +76,7 @@ def _cost(unit: Unit) -> tuple[float, int]:
 
 
 def _sample(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
-    """Return at most COMPARED candidates, others for another `turn`."""
+    """Return at most COMPARED candidates, starting at index `turn` modulo their number."""
     if len(candidates) <= COMPARED:
         return candidates
     start = turn % len(candidates)
@@ -105,7 +105,7 @@ def _takes_over_from(home: Unit, best: Unit) -> bool:
 def _sessionless(unit: Unit) -> int:
     """Return the number of requests in flight that belong to no session.
 
-    Too low where another process serves sessions there: this one cannot see which of those are idle.
+    The number is too low if other router processes serve sessions on this unit: their idle sessions count as busy.
     """
     return max(0, unit.in_flight - unit.sessions + unit.idle_sessions)
 
@@ -117,7 +117,7 @@ class Checked:
         self._policy = policy
 
     def choose(self, candidates: Sequence[Unit], request: PlacementRequest) -> Unit:
-        """Return what the policy chooses.
+        """Return the policy's choice.
 
         Raises:
             PolicyFault: the policy raised an exception, or returned something that is not a candidate.

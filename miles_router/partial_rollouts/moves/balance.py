@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-#: A move pays if the source has more requests than this factor times those of the target after the move.
+#: A move pays if the source has more requests than this factor times the target's requests after the move.
 SLACK = 1.25
 
 Place = TypeVar("Place")

@@ -80,7 +80,7 @@ def _check_name(rid: object) -> None:
     """Check that an abort by this name cannot hit a generation that the engine named itself.
 
     Raises:
-        Immovable: it could.
+        Immovable: an abort by this name could hit another generation.
     """
     if not isinstance(rid, str) or not rid:
         raise Immovable("unnamed")

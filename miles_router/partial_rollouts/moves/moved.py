@@ -137,11 +137,11 @@ class MovedAnswer(ResumableAnswer):
             facts = await self.services.router.fleet.facts(self._relocation.target)
         generation.cut(facts, answer["meta_info"]["finish_reason"])
         self.answers = [answer]
-        await self.carry_on([generation])
+        await self.resume_generations([generation])
 
     async def _send_again(self, error: Exception) -> None:
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
-        logger.warning("moved_generation_begun_anew", extra={"fields": fields})
+        logger.warning("moved_generation_restarted", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
         routing = self.exchange.routing
         if routing.aborted:

@@ -91,9 +91,9 @@ class Mover:
     async def _check_periodically(self) -> None:
         while True:
             await asyncio.sleep(self._after / CHECKS)
-            await self.look(time.monotonic())
+            await self.start_moves(time.monotonic())
 
-    async def look(self, now: float) -> None:
+    async def start_moves(self, now: float) -> None:
         """Start moves of requests that have been at a crowded unit for `after` seconds at the time `now`."""
         self._update_stays(now)
         loads = self._loads()

@@ -219,7 +219,7 @@ def unusable(sample: dict[str, Any]) -> str | None:
     if meta["finish_reason"]["type"] not in ("stop", "length"):
         return f"finished with {meta['finish_reason']}"
     if not ids or [token for _, token, _ in meta["output_token_logprobs"]] != ids:
-        return "its logprobs are not those of its tokens"
+        return "its logprobs do not belong to its tokens"
     return None
 
 

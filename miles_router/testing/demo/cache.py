@@ -38,7 +38,7 @@ class Rollout:
 
 @dataclass
 class Exactness:
-    """Counts of compared rollouts and tokens, and of those that were right."""
+    """Counts of rollouts and tokens: all that were compared, and all that were right."""
 
     rollouts: int = 0
     exact: int = 0

@@ -116,7 +116,7 @@ class Engine:
         """Mark the rids of a request as in use.
 
         Raises:
-            ValueError: one is in use already.
+            ValueError: a rid is in use already.
         """
         for rid in rids:
             if rid in self._known_rids:
@@ -177,9 +177,9 @@ class Engine:
         If it ended before its script did, the rest of the script goes to the next request whose prompt continues it.
         """
         self.running.pop(generation.request.rid, None)
-        script, said = generation.request.script, len(generation.output_ids)
-        if script is not None and said < len(script):
-            self._rests[context_hash(sequence_of(generation))] = script[said:]
+        script, written = generation.request.script, len(generation.output_ids)
+        if script is not None and written < len(script):
+            self._rests[context_hash(sequence_of(generation))] = script[written:]
         self._leave_in_cache(generation)
         self.pulse()
 

@@ -67,7 +67,7 @@ class Exchange:
         """The only generation of this request.
 
         Raises:
-            ValueError: there were none or several.
+            ValueError: the request had no generation or several.
         """
         (only,) = self.generations
         return only
@@ -103,7 +103,7 @@ class ExchangeLog:
         """The exchange that began last.
 
         Raises:
-            IndexError: there was none.
+            IndexError: no exchange has begun.
         """
         return self._exchanges[-1]
 

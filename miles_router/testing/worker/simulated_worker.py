@@ -80,7 +80,7 @@ class SimulatedWorker:
     A subclass imitates another engine by its class attributes, `make_engine`, `registration` and `crash`.
     """
 
-    #: What is answered, by method and path.
+    #: The handlers, by method and path.
     routes: ClassVar[Routes] = SGLANG_ROUTES
     #: Routes that SGLang's HTTP process forwards to the scheduler, besides generations.
     scheduler_routes: ClassVar[frozenset[Route]] = frozenset({*CONTROL_ROUTES.values(), server_info})

@@ -54,7 +54,7 @@ class MessagesApi(ChatApi):
         asked = turn.asked
         assert isinstance(asked, Mapping)
         prompt_tokens = turn.prompt.length if turn.prompt is not None else None
-        # The agent's own limits, not those that the session's contract puts in their place.
+        # The agent's own limits, before the session's contract replaces them.
         ending = AnswerEnd(asked.get("stop_sequences") or (), asked["max_tokens"], prompt_tokens)
         return MessagesWriter(ending, omits_thinking=omits_thinking(asked))
 

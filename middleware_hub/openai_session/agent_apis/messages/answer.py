@@ -116,16 +116,16 @@ def complete_message(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thin
     return message(answer, content, ending, **ending.stop_fields(calls=calls))
 
 
-def blocks(said: Mapping[str, Any], *, omits_thinking: bool) -> list[dict[str, Any]]:
+def blocks(message: Mapping[str, Any], *, omits_thinking: bool) -> list[dict[str, Any]]:
     """Return the content blocks of an assistant's message. Text that is only white space gets no block."""
     content: list[dict[str, Any]] = []
-    thinking, text = said.get("reasoning_content"), said.get("content")
+    thinking, text = message.get("reasoning_content"), message.get("content")
     if thinking:
         shown = "" if omits_thinking else thinking
         content.append({"type": "thinking", "thinking": shown, "signature": signature(thinking)})
     if text and not text.isspace():
         content.append({"type": "text", "text": text})
-    for call in said.get("tool_calls") or ():
+    for call in message.get("tool_calls") or ():
         function = call["function"]
         given = input_of(function.get("arguments"))
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})

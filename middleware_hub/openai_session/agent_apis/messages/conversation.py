@@ -131,8 +131,8 @@ class MessagesConversation:
 
     def _flush_texts(self) -> None:
         if self._texts:
-            said = self._texts if len(self._texts) == 1 else [text for text in self._texts if text]
-            self._messages.append({"role": "user", "content": JOINT.join(said)})
+            texts = self._texts if len(self._texts) == 1 else [text for text in self._texts if text]
+            self._messages.append({"role": "user", "content": JOINT.join(texts)})
             self._texts = []
 
     def _flush_results(self) -> None:

@@ -100,12 +100,12 @@ class Echo:
     def match_recorded(self, message: Message, digest: bytes) -> Message:
         """Return the recorded answer that equals a message, else the message. The answer is found by `digest` next
         time."""
-        said = _content_key(message)
-        answer = self._answers.get(said)
+        content = _content_key(message)
+        answer = self._answers.get(content)
         if answer is None:
             return message
-        self._known.pop(self._digests.get(said, b""), None)
-        self._digests[said], self._known[digest] = digest, answer
+        self._known.pop(self._digests.get(content, b""), None)
+        self._digests[content], self._known[digest] = digest, answer
         return answer
 
     def match_call(
@@ -157,12 +157,12 @@ def is_held_input(arguments: object, given: object, schema: object) -> bool:
 def arguments_of(given: object) -> str:
     """Return the arguments for an input that matches no recorded call. An input that is not an object is wrapped in
     one."""
-    said = _parsed(given) if isinstance(given, str) else given
-    if said in (None, "", []):
-        said = {}
-    if not isinstance(said, dict):
-        said = {INVALID_JSON: given if isinstance(given, str) else orjson.dumps(given).decode()}
-    return orjson.dumps(said).decode()
+    parsed = _parsed(given) if isinstance(given, str) else given
+    if parsed in (None, "", []):
+        parsed = {}
+    if not isinstance(parsed, dict):
+        parsed = {INVALID_JSON: given if isinstance(given, str) else orjson.dumps(given).decode()}
+    return orjson.dumps(parsed).decode()
 
 
 def _parsed(text: str) -> Any:

@@ -1,6 +1,6 @@
 """Errors as Anthropic's API has them: `{"type": "error", "error": {"type", "message"}}` (its documentation, "Errors").
 
-The types are those that the official clients know. The router's own error type is in `details.error_code`.
+The official clients know these types. The router's own error type is in `details.error_code`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def type_of(status: int) -> str:
 
 
 def error(kind: str, message: str, *, code: str | None = None, request_id: str | None = None) -> dict[str, Any]:
-    said: dict[str, Any] = {"type": kind, "message": message}
+    detail: dict[str, Any] = {"type": kind, "message": message}
     if code is not None:
-        said["details"] = {"error_code": code}
-    body: dict[str, Any] = {"type": "error", "error": said}
+        detail["details"] = {"error_code": code}
+    body: dict[str, Any] = {"type": "error", "error": detail}
     return body if request_id is None else {**body, "request_id": request_id}
 
 
@@ -60,9 +60,9 @@ def router_error(failure: RouterError, request_id: str) -> dict[str, Any]:
     if isinstance(failure, ContextOverflow):
         overflow = failure.overflow
         words = f"{TOO_LONG}: {failure.why}" if overflow is None else too_long(overflow)
-        told = error(INVALID, words, code=failure.type, request_id=request_id)
-        told["error"]["details"]["reason"] = failure.reason
-        return told
+        written = error(INVALID, words, code=failure.type, request_id=request_id)
+        written["error"]["details"]["reason"] = failure.reason
+        return written
     return error(type_of(failure.status), str(failure), code=failure.type, request_id=request_id)
 
 

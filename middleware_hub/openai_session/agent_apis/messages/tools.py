@@ -160,13 +160,13 @@ class MessagesTools:
 
     def _named(self, name: str, call_id: str | None) -> dict[str, Any] | None:
         """Return a tool as a recorded message defined it, else from the request, else the last known definition."""
-        told = self._held.defined_by(call_id, name)
-        if told is None and name in self._schemas:
+        recorded = self._held.defined_by(call_id, name)
+        if recorded is None and name in self._schemas:
             return self._functions[name]
-        told = told or self._held.last_definition(name)
-        if told is not None:
-            self._gone[name] = told["function"].get("parameters")
-        return told
+        recorded = recorded or self._held.last_definition(name)
+        if recorded is not None:
+            self._gone[name] = recorded["function"].get("parameters")
+        return recorded
 
     def load_added(self, tool: object, where: str) -> str:
         """Load the tool that a system message adds, by name or by value; return its definition to show the model.

@@ -130,8 +130,8 @@ class ResponsesApi(ChatApi):
 def _fixed(session: Session, asked: ResponsesRequest) -> dict[str, Any]:
     """Return the fields of a response that the session's contract replaces."""
     fixed, _ = session.episode.contract.apply_fixed(asked.fields)
-    said = asked.settings.fields
-    return {name: fixed[name] for name in FIXED if name in fixed and fixed[name] != said[name]}
+    requested = asked.settings.fields
+    return {name: fixed[name] for name in FIXED if name in fixed and fixed[name] != requested[name]}
 
 
 def page(items: Iterable[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

@@ -116,11 +116,11 @@ class ResponsesConversation:
         held = self._responses.answer(self._attribution.best_match(answer))
         text, thought = answer.text, "".join(answer.thoughts)
         if held is not None:
-            said = text_of(held)
-            if answer.guessed and not text and same_words(said, thought):
-                text, thought = said, ""  # the item was the answer's text, not its reasoning
-            text = said if same_words(said, text) else text
-            if text == said and thought == _reasoning_text(held) and answer.calls == (held.get("tool_calls") or []):
+            recorded = text_of(held)
+            if answer.guessed and not text and same_words(recorded, thought):
+                text, thought = recorded, ""  # the item was the answer's text, not its reasoning
+            text = recorded if same_words(recorded, text) else text
+            if text == recorded and thought == _reasoning_text(held) and answer.calls == (held.get("tool_calls") or []):
                 answer.message.update(held)  # with all fields, so that the history finds it by equality
                 return
         answer.message["content"] = text

@@ -22,7 +22,7 @@ from middleware_hub.openai_session.sessions.turn import Turn
 NOTE = "responses"
 #: Approximate memory of a response without its settings, and of each call in it.
 ENVELOPE_BYTES, CALL_BYTES = 1024, 256
-#: How many recent settings a new request is compared with: the agent's and those of its side calls.
+#: How many recent settings a new request is compared with: the settings of the agent and of its side calls.
 MAX_ALIKE = 8
 #: The separator between instructions and other system texts.
 JOINT = "\n\n"
@@ -94,10 +94,10 @@ class Envelope:
             "usage": self.usage,
         }
 
-    def finished_with(self, said: Message, finish: str) -> dict[str, Any]:
+    def finished_with(self, message: Message, finish: str) -> dict[str, Any]:
         """Return the finished response with the items of a chat message."""
         item_status = "completed" if STATUS.get(finish, ("", None))[0] == "completed" else "incomplete"
-        return self.body(self.writer().answer(said, item_status, cut_call=self.cut_call), finish)
+        return self.body(self.writer().answer(message, item_status, cut_call=self.cut_call), finish)
 
     def finished(self) -> dict[str, Any]:
         """Return the finished response, from its recorded turn."""

@@ -59,12 +59,12 @@ def error(status: int, message: str, *, code: str | None = None, param: str | No
 def router_error(failure: RouterError, request_id: str) -> dict[str, Any]:
     """Return the body for a router error."""
     if isinstance(failure, InvalidParameter):
-        said = error(failure.status, str(failure), code=failure.code, param=failure.param)
+        detail = error(failure.status, str(failure), code=failure.code, param=failure.param)
     elif isinstance(failure, ContextOverflow):
-        said = {**overflow_error(failure), "reason": failure.reason}
+        detail = {**overflow_error(failure), "reason": failure.reason}
     else:
-        said = error(failure.status, str(failure), code=failure.type)
-    return {"error": {**said, "request_id": request_id}}
+        detail = error(failure.status, str(failure), code=failure.type)
+    return {"error": {**detail, "request_id": request_id}}
 
 
 def overflow_error(failure: ContextOverflow) -> dict[str, Any]:

@@ -110,28 +110,28 @@ class _ObjectForm(CallForm):
         return {"description": self.description, "parameters": self.parameters}
 
     def fields(self, arguments: str) -> Mapping[str, Any] | None:
-        said = _parsed(arguments)
-        if said is None or not all(isinstance(said.get(name), kind) for name, kind in self.required().items()):
+        values = _parsed(arguments)
+        if values is None or not all(isinstance(values.get(name), kind) for name, kind in self.required().items()):
             return None
-        return {self.item_field: self.to_item(said)}
+        return {self.item_field: self.to_item(values)}
 
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
-        said = item.get(self.item_field)
-        if not isinstance(said, Mapping):
+        values = item.get(self.item_field)
+        if not isinstance(values, Mapping):
             raise missing(f"{where}.{self.item_field}")
-        return orjson.dumps(self.from_item(said)).decode()
+        return orjson.dumps(self.from_item(values)).decode()
 
     def required(self) -> Mapping[str, type]:
         """Return the fields that the arguments must have, with their types."""
         return {}
 
-    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def to_item(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the item's object for arguments."""
-        return said
+        return values
 
-    def from_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    def from_item(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments for an item's object."""
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class LocalShellForm(_ObjectForm):
@@ -147,11 +147,11 @@ class LocalShellForm(_ObjectForm):
     def required(self) -> Mapping[str, type]:
         return {"command": list}
 
-    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"type": "exec", "env": {}, **said}
+    def to_item(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "exec", "env": {}, **values}
 
-    def from_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        plain = super().from_item(said)
+    def from_item(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        plain = super().from_item(values)
         return {name: value for name, value in plain.items() if name != "type" and (name != "env" or value)}
 
 
@@ -167,8 +167,8 @@ class ShellForm(_ObjectForm):
     def required(self) -> Mapping[str, type]:
         return {"commands": list}
 
-    def to_item(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"timeout_ms": None, "max_output_length": None, **said}
+    def to_item(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"timeout_ms": None, "max_output_length": None, **values}
 
 
 class PatchForm(_ObjectForm):
@@ -191,8 +191,8 @@ FUNCTION, CUSTOM = FunctionForm(), CustomForm()
 def input_of(arguments: str) -> str:
     """Return the text that a custom tool was called with, or the arguments unchanged if they contain no `input`
     text."""
-    said = _parsed(arguments)
-    given = said.get("input") if said is not None else None
+    values = _parsed(arguments)
+    given = values.get("input") if values is not None else None
     return given if isinstance(given, str) else arguments
 
 

@@ -65,7 +65,7 @@ class ItemWriter:
         return f"{prefix}_{self._key}_{place}"
 
     def reasoning(self, item_id: str, text: str | None, status: str = "completed") -> dict[str, Any]:
-        """Return a reasoning item; `text` None makes it one that has just begun."""
+        """Return a reasoning item; with `text` None, an item that has just begun."""
         item: dict[str, Any] = {"type": "reasoning", "id": item_id, "summary": [], "content": [], "status": status}
         if text is not None:
             item["content"] = [{"type": "reasoning_text", "text": text}]
@@ -74,7 +74,7 @@ class ItemWriter:
         return item
 
     def message(self, item_id: str, text: str | None, status: str = "completed") -> dict[str, Any]:
-        """Return a message item; `text` None makes it one that has just begun."""
+        """Return a message item; with `text` None, an item that has just begun."""
         content = [] if text is None else [output_text(text)]
         return {"type": "message", "id": item_id, "role": "assistant", "status": status, "content": content}
 
@@ -90,7 +90,7 @@ class ItemWriter:
         function = {**call["function"], "arguments": arguments}
         return self._tools.call({**call, "function": function}, item_id, "incomplete")
 
-    def answer(self, said: Message, status: str, *, cut_call: bool = False) -> list[dict[str, Any]]:
+    def answer(self, message: Message, status: str, *, cut_call: bool = False) -> list[dict[str, Any]]:
         """Return the items of a complete answer.
 
         Args:
@@ -98,7 +98,8 @@ class ItemWriter:
             cut_call: the last item is a call that was not sampled to its end.
         """
         items: list[dict[str, Any]] = []
-        thinking, text, calls = said.get("reasoning_content"), said.get("content"), said.get("tool_calls") or ()
+        thinking, text = message.get("reasoning_content"), message.get("content")
+        calls = message.get("tool_calls") or ()
         says = bool(text and not text.isspace())
         if thinking:
             last = "completed" if says or calls else status

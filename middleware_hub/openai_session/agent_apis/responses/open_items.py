@@ -105,7 +105,7 @@ class OpenCall(OpenItem):
             self._emit("output_item.added", item=self._item("", "in_progress"))
 
     def grow(self, arguments: str) -> None:
-        """Add more arguments; write those that may be shown."""
+        """Add more arguments; write the part that may be shown."""
         self._text.append(arguments)
         if self._kind == CUSTOM.kind:
             self._show("custom_tool_call_input", self._input.feed(arguments))

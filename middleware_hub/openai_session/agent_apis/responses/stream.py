@@ -118,22 +118,22 @@ class ResponsesWriter(ReplyWriter):
             self._start()
             self._over = True
             body = self._envelope.body(self._output, "abort")
-            said = {"code": error["code"] or CUT["code"], "message": error["message"]}
-            self._emitter.emit("response.failed", response={**body, "error": said})
+            detail = {"code": error["code"] or CUT["code"], "message": error["message"]}
+            self._emitter.emit("response.failed", response={**body, "error": detail})
 
     def _read(self, part: Mapping[str, Any]) -> None:
         """Read the usage of an answer, or of a chunk of one."""
-        usage, told = part.get("usage"), cached_tokens(part.get("sglext"))
-        if told is not None:
-            self._cached = told
+        usage, cached = part.get("usage"), cached_tokens(part.get("sglext"))
+        if cached is not None:
+            self._cached = cached
         elif self._envelope.turn is not None:
             self._cached = self._envelope.turn.facts.get("cached_tokens")
         if isinstance(usage, Mapping):
             self._envelope.usage = usage_of(usage)
         if self._envelope.usage is not None and self._cached is not None:
             most = self._envelope.usage["input_tokens"]
-            cached = {"cached_tokens": min(self._cached, most), "cache_write_tokens": 0}
-            self._envelope.usage = {**self._envelope.usage, "input_tokens_details": cached}
+            details = {"cached_tokens": min(self._cached, most), "cache_write_tokens": 0}
+            self._envelope.usage = {**self._envelope.usage, "input_tokens_details": details}
 
     # Its items
 
@@ -155,11 +155,11 @@ class ResponsesWriter(ReplyWriter):
     def _write_text(self, text: str) -> None:
         """Write text. Trailing white space waits for more text; parsers leave it before a call, where it is not
         shown."""
-        said = text.rstrip()
-        if said:
-            self._open_text(thinks=False).grow("".join(self._blank) + said)
+        shown = text.rstrip()
+        if shown:
+            self._open_text(thinks=False).grow("".join(self._blank) + shown)
             self._blank = []
-        self._blank.append(text[len(said) :])
+        self._blank.append(text[len(shown) :])
 
     def _open_text(self, *, thinks: bool) -> OpenText:
         if not (isinstance(self._open, OpenText) and self._open.thinks is thinks):
@@ -172,7 +172,7 @@ class ResponsesWriter(ReplyWriter):
         return self._item_count - 1
 
     def _end_item(self, *, last: bool = False) -> None:
-        """Close the open item. With `last` its status is that of the answer."""
+        """Close the open item. With `last`, the item gets the status of the answer."""
         blank = "".join(self._blank)
         if last and blank and isinstance(self._open, OpenText) and not self._open.thinks:
             self._open.grow(blank)

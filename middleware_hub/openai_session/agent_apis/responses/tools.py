@@ -100,8 +100,8 @@ class ResponsesTools:
         namespace = str(space["name"]) if space is not None else None
         shown = shown_name(name, namespace)
         description = tool.get("description")
-        told = {"description": description} if isinstance(description, str) else {}
-        function = {"name": shown, **told, **form.function(tool, where)}
+        described = {"description": description} if isinstance(description, str) else {}
+        function = {"name": shown, **described, **form.function(tool, where)}
         stands_for = Named(form, name, namespace)
         if shown not in self._named:
             self._named[shown] = stands_for

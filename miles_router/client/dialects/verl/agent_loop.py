@@ -44,7 +44,7 @@ class AgentLoopOutput:
     """One rollout, with the fields of verl's class of this name, which `AgentLoopOutput(**made.to_dict())` creates.
 
     Attributes:
-        response_ids: all tokens after the prompt: sampled ones and those of tool answers.
+        response_ids: all tokens after the prompt: sampled tokens and the tokens of tool results.
         response_mask: 1 for each sampled token, else 0.
         response_logprobs: 0.0 for tokens that were not sampled.
         routed_experts: of prompt and response, [rows, layers, top_k]; the last sampled token has no row.
@@ -99,7 +99,7 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        """Make the rollout. `fields` are those of the data set's sample, `raw_prompt` (messages) among them."""
+        """Make the rollout. `fields` are the fields of the data set's sample, among them `raw_prompt` (messages)."""
 
     def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of the first prompt.

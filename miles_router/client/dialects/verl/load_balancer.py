@@ -100,7 +100,7 @@ class RouterLoadBalancer:
         self._servers.update(servers)
 
     def remove_servers(self, server_ids: Iterable[str]) -> None:
-        """Remove replicas from the router; those that it does not have are ignored."""
+        """Remove replicas from the router; replicas that it does not have are ignored."""
         gone = self._servers.intersection(server_ids)
         asyncio.run(_unregister(self._url, gone))
         self._servers -= gone

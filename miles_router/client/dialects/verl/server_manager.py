@@ -21,7 +21,7 @@ class RolloutConfig:
 
     Attributes:
         prompt_length: most tokens of a first prompt.
-        response_length: most tokens after it, those of tools included.
+        response_length: most tokens after it, including the tokens of tool results.
         enable_rollout_routing_replay: whether outputs have the routed experts; the router needs
             `RoutedExpertsMiddleware`.
         default_agent_loop: the loop of a sample without `agent_name`.
@@ -98,7 +98,7 @@ class ServerManager:
             ValueError: the call has images or other media, asks for logprobs of the prompt, or leaves no room for
                 output.
             RouterClientError: as in `RouterClient.generate`.
-            InvalidReply: the reply is about another prompt, or its logprobs are those of other tokens.
+            InvalidReply: the reply is about another prompt, or its logprobs belong to other tokens.
         """
         if media := [name for name in MEDIA if fields.pop(name, None)]:
             raise ValueError(f"{media[0]}: not supported, the router takes token ids only")

@@ -36,7 +36,7 @@ _PARAMETER_END = "</｜DSML｜parameter>"
 
 
 class DeepSeekMarks:
-    """The format until V3.1; `fenced` selects that of V3."""
+    """The format until V3.1; `fenced` selects the format of V3."""
 
     begin = "<｜tool▁calls▁begin｜>"
     end = "<｜tool▁call▁end｜>"

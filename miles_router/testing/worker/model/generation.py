@@ -41,7 +41,7 @@ class GenerationRequest:
     routed_experts_start_len: int = 0
     return_indexer_topk: bool = False
     return_prompt_token_ids: bool = False
-    told_ids: list[int] | None = None
+    reported_ids: list[int] | None = None
     """The prompt as the answer reports it, if the engine truncates it further."""
     lora_path: str | None = None
     extra_key: str | None = None

@@ -45,7 +45,7 @@ class Step:
         """Parse a step from JSON: a string, or an object with `FIELDS`.
 
         Raises:
-            ValueError: it is anything else.
+            ValueError: the JSON is neither.
         """
         if isinstance(given, str):
             return cls(given)

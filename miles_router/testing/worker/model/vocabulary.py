@@ -143,7 +143,8 @@ class ToyTokenizer:
         return ids
 
     def _encode_ordinary(self, raw: bytes, ids: list[int]) -> None:
-        """Append the ids of `raw`, longest match first. As with BPE, a text's ids are not those of its halves."""
+        """Append the ids of `raw`, longest match first. As with BPE, the ids of a text are not the ids of its halves,
+        concatenated."""
         start, known, longest = 0, self._ids, self._longest
         while start < len(raw):
             for length in range(min(longest, len(raw) - start), 0, -1):

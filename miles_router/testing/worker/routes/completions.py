@@ -120,7 +120,7 @@ def _choice(visit: Visit, asked: _Completion, index: int, answer: dict[str, Any]
 
 
 def _logprobs(visit: Visit, asked: _Completion, meta: dict[str, Any], start: int) -> dict[str, Any]:
-    """Return a choice's logprobs from output position `start` on, preceded by those of an echoed prompt."""
+    """Return a choice's logprobs from output position `start` on, preceded by the logprobs of an echoed prompt."""
     triples = meta["output_token_logprobs"][start:]
     tops = meta.get("output_top_logprobs", [])[start:]
     if start == 0 and asked.body.get("echo"):

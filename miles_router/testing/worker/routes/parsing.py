@@ -26,7 +26,7 @@ async def parse_function_call(visit: Visit) -> web.StreamResponse:
         raise InternalError(f"Unsupported tool_call_parser: {body.get('tool_call_parser')}")
     names = [tool["function"]["name"] for tool in body.get("tools") or ()]
     text, calls = parse_calls(body["text"], names) if names else (body["text"], None)
-    told = [
+    parsed = [
         {
             "tool_index": names.index(call["function"]["name"]),
             "name": call["function"]["name"],
@@ -34,7 +34,7 @@ async def parse_function_call(visit: Visit) -> web.StreamResponse:
         }
         for call in calls or ()
     ]
-    return await visit.reply.json({"normal_text": text, "calls": told})
+    return await visit.reply.json({"normal_text": text, "calls": parsed})
 
 
 PARSING_ROUTES: dict[tuple[str, str], Route] = {

@@ -41,7 +41,7 @@ NOT_NULL_OF_COMPLETIONS = (
 
 
 def nulls_in(body: Mapping[str, Any], fields: Sequence[str]) -> list[Problem]:
-    """Return FastAPI's errors for those of these fields that are null."""
+    """Return FastAPI's errors for the given fields that are null."""
     return [_problem("null", (name,), "Input should not be null") for name in fields if body.get(name, ...) is None]
 
 
@@ -134,8 +134,8 @@ def _content(content: Any, place: Place, *, thinks: bool) -> Iterator[Problem]:
 def _part(part: Any, place: Place, *, thinks: bool) -> Iterator[Problem]:
     kind = str(part.get("type")) if isinstance(part, Mapping) else ""
     if kind in THOUGHTS and thinks:
-        told = [part.get(name) for name in ("thinking", "text")]
-        if (told[0] is None) == (told[1] is None) or not all(isinstance(each, str | None) for each in told):
+        texts = [part.get(name) for name in ("thinking", "text")]
+        if (texts[0] is None) == (texts[1] is None) or not all(isinstance(each, str | None) for each in texts):
             yield _problem("value_error", place, "thinking parts require exactly one of 'thinking' or 'text'")
     elif kind not in PARTS or not all(isinstance(part.get(name), want) for name, want in PARTS[kind].items()):
         yield _problem("union", place, "Input should be a valid content part")

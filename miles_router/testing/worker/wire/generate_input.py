@@ -62,7 +62,7 @@ def _check_types(body: Mapping[str, Any]) -> None:
     """Check the types of prompts, rids, labels and sampling parameters.
 
     Raises:
-        Refusal: one is wrong.
+        Refusal: a field has a wrong type.
     """
     for name in ("text", "rid"):
         value = body.get(name)
@@ -227,9 +227,9 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
 def _truncate(sample: GenerationRequest, limit: int) -> None:
     """Truncate the prompt twice, as SGLang 0.5.23 does with `--allow-auto-truncate`. Its tokenizer manager cuts it to
     the context window, which is the prompt in the answer; its scheduler cuts it further, to leave `HEADROOM`."""
-    told = sample.input_ids[:limit]
-    if len(told) >= limit - HEADROOM:
-        sample.told_ids, sample.input_ids = told, told[: limit - HEADROOM]
+    kept = sample.input_ids[:limit]
+    if len(kept) >= limit - HEADROOM:
+        sample.reported_ids, sample.input_ids = kept, kept[: limit - HEADROOM]
 
 
 def _check_adapter(sample: GenerationRequest, engine: Engine) -> None:
@@ -250,7 +250,7 @@ def _check_starts(sample: GenerationRequest, count: int) -> None:
     """Check that the start positions of logprobs and expert rows lie within the prompt.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a start position is outside the prompt.
     """
     logprobs = sample.logprob_start_len
     if sample.return_logprob and logprobs > count:

@@ -52,8 +52,8 @@ class OutputBuilder:
             self._sent_text, self._sent_ids = len(generation.text), len(generation.output_ids)
         answer: dict[str, Any] = {"text": text, "output_ids": list(ids), "meta_info": meta}
         if generation.request.return_prompt_token_ids:
-            told = generation.request.told_ids
-            answer["prompt_token_ids"] = generation.request.input_ids if told is None else told
+            prompt_ids = generation.request.reported_ids
+            answer["prompt_token_ids"] = generation.request.input_ids if prompt_ids is None else prompt_ids
         return answer
 
     def meta_info(self, generation: Generation) -> dict[str, Any]:
