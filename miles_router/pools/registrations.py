@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.errors import BadRequest, StateError
+from miles_router.errors import BadRequest, ConfigError, StateError
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.standstill import dump_standstill, restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
@@ -25,6 +25,22 @@ WORKER, RUN, STANDSTILL = "worker", "run", "standstill"
 
 def _owner(kind: str, name: str) -> str:
     return f"{kind} {name}"
+
+
+def check_state(store: StateStore, model_id: str | None) -> None:
+    """Check, before anything runs, that the router can use its state directory.
+
+    Raises:
+        ConfigError: another running router has it, its file cannot be used, or its sessions and texts are those of
+            another default model.
+    """
+    head = store.check(_owner(RUN, "")).get(0)
+    recorded = None if head is None else orjson.loads(head).get("model_id")
+    if None not in (recorded, model_id) and recorded != model_id:
+        raise ConfigError(
+            f"state_dir: {store.directory} has the sessions and texts of the model {recorded!r}, not of {model_id!r}; "
+            "use another directory, or the same --model-id"
+        )
 
 
 class Registrations:
@@ -84,15 +100,22 @@ class Registrations:
             if record["kind"] == STANDSTILL and not of_this_run:
                 await self._stand_still(record)
             if record["kind"] == WORKER:
-                pool = await self._pools.open(record["pool"] or None)
-                pool.fleet.pool.add(
-                    parse_worker_url(record["url"]), api_key=record["api_key"], attributes=record["attributes"]
-                )
+                await self._register(record)
         if held and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
-        if all(record["kind"] != RUN for record in held):  # written once: a restart works even on a full disk
-            await self.store.append(_owner(RUN, ""), {0: orjson.dumps({"kind": RUN})}, slot=CONTROL)
+        run = {"kind": RUN, **({"model_id": name} if (name := self._pools.default.name) else {})}
+        if all(record["kind"] != RUN or record.keys() < run.keys() for record in held):
+            # Written once: a restart works even on a full disk.
+            await self.store.append(_owner(RUN, ""), {0: orjson.dumps(run)}, slot=CONTROL)
+
+    async def _register(self, record: dict[str, Any]) -> None:
+        try:
+            pool = await self._pools.open(record["pool"] or None)
+        except BadRequest as error:  # the settings have changed, and no longer allow this pool
+            logger.warning("worker_not_restored", extra={"fields": {"url": record["url"], "reason": str(error)}})
+            return
+        pool.fleet.pool.add(parse_worker_url(record["url"]), api_key=record["api_key"], attributes=record["attributes"])
 
     @staticmethod
     async def _held(store: StateStore) -> list[dict[str, Any]]:

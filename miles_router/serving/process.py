@@ -24,6 +24,7 @@ from miles_router import log, tasks
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
 from miles_router.fleet.affinity import Affinity
+from miles_router.pools.registrations import check_state
 from miles_router.serving.server import raise_file_limit, serve_at
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.leader import LeaderRole
@@ -222,7 +223,7 @@ def run_leader(
     role = LeaderRole(shards, directory=directory, listener=listener, term=term, on_replaced=_succeeded)
     app = role.edge = create_app(config, args=args, role=role)
     if app.router.store is not None and not shards.shared_state:
-        app.router.store.check()
+        check_state(app.router.store, config.model_id)
 
     async def run() -> None:
         stop = asyncio.Event()

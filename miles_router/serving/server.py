@@ -19,6 +19,7 @@ from miles_router.asgi.keys import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.pools.registrations import check_state
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
 from miles_router.settings.config import RouterConfig
@@ -80,7 +81,7 @@ def serve(app: RouterApp) -> None:
     """
     config, store = app.router.config, app.router.store
     if store is not None and CONTROL in store.slots:
-        store.check()
+        check_state(store, config.model_id)
     raise_file_limit()
     sock = listen(config.host, config.port)
     log.show(banner(config, sock.getsockname()))

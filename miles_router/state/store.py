@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,14 +83,15 @@ class StateStore:
         self._closed = False
         sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
 
-    def check(self) -> None:
-        """Check, before anything runs, that the router's own slot can be opened.
+    def check(self, owner: str = "") -> Blobs:
+        """Check, before anything runs, that the router's own slot can be opened. Return the blobs of an owner in it.
 
         Raises:
             ConfigError: another running router has it, or its file cannot be used.
         """
         try:
-            Journal(self._journals.path(CONTROL), self.sync).close()
+            with closing(Journal(self._journals.path(CONTROL), self.sync)) as journal:
+                return journal.load(owner)
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
 

@@ -25,7 +25,7 @@ from tests.support.fleet import JSON, info
 from tests.support.http import Pairs, RawReply
 from tests.support.layers import layered, ports, post, process_at, written
 from tests.support.owned import name_of
-from tests.support.running_router import RunningRouter, running_router
+from tests.support.running_router import NoBannerError, RunningRouter, router_process, running_router
 from tests.support.session_apis import BOTH, PLAIN, Api, case
 from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, exactly, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
@@ -456,3 +456,27 @@ async def test_a_checkpoint_that_cannot_be_read_is_named_with_its_model(tmp_path
 def test_settings_that_name_no_models_are_refused(given: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         RouterConfig(**given)
+
+
+@pytest.mark.alone("the command's own start")
+async def test_a_state_directory_of_another_default_model_is_refused_at_the_start(tmp_path: Path) -> None:
+    state = ("--state-dir", str(tmp_path), "--no-dashboard")
+    for model in ("solver", "solver"):
+        async with router_process(*state, "--model-id", model):
+            pass
+    async with router_process(*state):
+        pass
+    for more in ((), ("--processes", "2")):
+        with pytest.raises(NoBannerError, match="of the model 'solver', not of 'coder'"):
+            async with router_process(*state, "--model-id", "coder", *more):
+                pass
+
+
+async def test_a_worker_whose_model_the_settings_no_longer_allow_is_left_out(tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=qwen3()) as judge:
+        for named, kept in (({}, [judge.url]), ({"model_id": None}, [])):
+            async with running_router(**settings(state_dir=str(tmp_path), trained_models=(), **named)) as router:
+                if named == {}:
+                    body = {"url": judge.url, "model_id": "judge"}
+                    assert (await SessionTrial(router, []).ask("POST", "/workers", body)).status == 201
+                assert (await router.ask("GET", "/list_workers")).json()["urls"] == kept
