@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -318,7 +318,7 @@ class ShardCoordinator:
         A reply may take long, as long as the process answers pings meanwhile.
         """
         channel = self._connections[active.instance].channel
-        asking = tasks.spawn(channel.ask(message_type, **fields), name=f"ask shard {message_type}")
+        asking = tasks.spawn(_answer_unless_lost(channel, message_type, fields), name=f"ask shard {message_type}")
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=FOLLOW_TIMEOUT)
@@ -329,7 +329,7 @@ class ShardCoordinator:
                         if self.shards.local:
                             await self._kill(shard, active)
                         channel.close()
-            answer: Message = asking.result()
+            answer: Message | None = asking.result()
             return answer
         except ChannelLost:
             return None
@@ -345,6 +345,14 @@ class ShardCoordinator:
             *(_ask_in_time(each, message_type) for each in tuple(self._connections.values()))
         )
         return [each for each in answers if each is not None]
+
+
+async def _answer_unless_lost(channel: Channel, message_type: str, fields: Mapping[str, Any]) -> Message | None:
+    """Return a shard's reply, or None if the connection is lost: that is no failure of the task."""
+    try:
+        return await channel.ask(message_type, **fields)
+    except ChannelLost:
+        return None
 
 
 def new_instance_id(process: int) -> str:

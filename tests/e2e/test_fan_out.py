@@ -263,6 +263,7 @@ async def generating(stage: Stage, router: RunningRouter, rid: str) -> asyncio.T
     return task
 
 
+@pytest.mark.alone("two processes may choose alike within a tenth of a second")
 async def test_an_abort_by_rid_goes_only_to_the_worker_that_holds_it(stage: Stage) -> None:
     async with simulated(token_latency_s=0.02, stop_probability=0) as workers:
         router = await stage.router(*(worker.url for worker in workers))

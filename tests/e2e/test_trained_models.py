@@ -472,6 +472,7 @@ async def test_a_state_directory_of_another_default_model_is_refused_at_the_star
                 pass
 
 
+@pytest.mark.alone("of several processes the leader learns from the others which middlewares there are")
 async def test_a_worker_whose_model_the_settings_no_longer_allow_is_left_out(tmp_path: Path) -> None:
     async with SimulatedWorker(tokenizer=qwen3()) as judge:
         for named, kept in (({}, [judge.url]), ({"model_id": None}, [])):

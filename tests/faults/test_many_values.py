@@ -34,7 +34,7 @@ async def trial(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 def refused(reply: RawReply) -> bool:
-    return reply.status == 400 and b"more than 2000 values beside lists of ids" in reply.body
+    return reply.status == 400 and b"more than 2000 values besides lists of ids" in reply.body
 
 
 @pytest.mark.parametrize("path", FIELDS)
@@ -95,7 +95,7 @@ async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage) -> None:
                 for _ in range(2):
                     reply = await trial.ask("POST", f"/sessions/{session}{path}", {**body, **many})
                     assert reply.status == 400
-                    assert b"more than 65536 values beside lists of ids" in reply.body
+                    assert b"more than 65536 values besides lists of ids" in reply.body
                     assert (await trial.ask("POST", f"/sessions/{session}{path}", body)).status == 200
                 assert len(await trial.records(session)) == 2
 

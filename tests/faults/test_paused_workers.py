@@ -58,7 +58,8 @@ async def test_probes_that_fail_count_for_nothing_in_a_standstill_and_again_afte
 
 
 async def test_a_probe_that_began_in_a_pause_and_fails_after_it_counts_for_nothing(stage: Stage) -> None:
-    worker, router = await stage.worker_and_router(**{**PROBING, "health_check_failure_threshold": 1})
+    settings = {**PROBING, "health_check_timeout": 10.0, "health_check_failure_threshold": 1}
+    worker, router = await stage.worker_and_router(**settings)
     answers = asyncio.Event()
     await post(router, "/pause_generation")
     worker.model_info, seen = script(answers, reply(b"", 503)), len(worker.probes)
