@@ -112,11 +112,11 @@ async def pictures_of_run(browser: Browser, url: str) -> None:
 
         while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
             await asyncio.sleep(1)  # the router is asked
-        longer: list[Any] = []
-        while not longer:  # a trainer deletes the sessions that it has read
+        episodes: list[Any] = []
+        while not episodes:  # a trainer deletes the sessions that it has read
             await asyncio.sleep(1)
-            longer = [each for each in (await ask("/router/episodes"))["episodes"] if each["turns"] > 1]
-        shown = longer[0]
+            episodes = (await ask("/router/episodes"))["episodes"]
+        shown = max(episodes, key=lambda each: int(each["turns"]))
         listed = f"#/episodes?group={quote(shown['group'])}" if shown["group"] else "#/episodes"
         places = ("#/fleet", listed, f"#/episodes/{quote(shown['id'])}", "#/run")
         for name, address in sorted(zip(VIEWS, places, strict=True)):
