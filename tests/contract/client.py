@@ -129,7 +129,7 @@ class WorkerClient:
         request = {"text": "Go on", "sampling_params": ENDLESS, "return_logprob": True, "rid": rid, **payload}
         task = spawn(self.generate(**request), name=rid)
         try:
-            await self.until_running(before + 1)
+            await self.until_running(before + 1, task)
             yield task
         finally:
             await self.ask("POST", "/abort_request", {"rid": rid})
@@ -141,10 +141,10 @@ class WorkerClient:
         (load,) = (await self.get("/v1/loads"))["loads"]
         return load["num_running_reqs"], load["num_waiting_reqs"]
 
-    async def until_running(self, count: int) -> None:
-        """Waits until the worker runs exactly `count` requests."""
+    async def until_running(self, count: int, request: asyncio.Task[Any] | None = None) -> None:
+        """Waits until the worker runs exactly `count` requests, or this one has ended before that was seen."""
         deadline = time.monotonic() + PATIENCE
-        while (load := await self.load())[0] != count:
+        while (load := await self.load())[0] != count and not (request is not None and request.done()):
             assert time.monotonic() < deadline, f"{load} requests run and wait, expected {count} to run"
             await asyncio.sleep(0.01)
 
