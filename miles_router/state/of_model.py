@@ -12,7 +12,7 @@ from miles_router.state.store import NOTHING, StateStore
 class StoreOfModel(StateStore):
     """A store whose owners are apart from those of other models: their names have a prefix in the whole store.
 
-    An owner's slot is that of the name without the prefix. Only the whole store can be closed or claimed.
+    An owner's slot is that of the name without the prefix. Slots are the whole store's, which alone can be closed.
     """
 
     def __init__(self, whole: StateStore, model_id: str) -> None:
@@ -48,3 +48,6 @@ class StoreOfModel(StateStore):
 
     def exists(self, slot: int) -> bool:
         return self._whole.exists(slot)
+
+    async def claim(self, slot: int, epoch: int | None = None) -> int:
+        return await self._whole.claim(slot, epoch)
