@@ -1,7 +1,7 @@
 """The pictures of pages that the documentation shows: `python -m tests.docs.screenshots` takes them again. Those of the
 dashboard show a real run, of a router that another terminal starts:
 
-    make train TRAIN='--task lookup --port 31000'
+    make train TRAIN='--port 31000'
     python -m tests.docs.screenshots --router http://127.0.0.1:31000
 
 A picture is not compared with the one that is kept: fonts differ from machine to machine. `test_screenshots.py` holds
@@ -34,8 +34,8 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 WIDTH, HEIGHT = 1280, 1150
-#: Weight versions that a run has had before its pictures are taken; `make train TRAIN='--task lookup'` makes 10.
-UPDATES = 6
+#: Weight versions that a run has had before its pictures are taken; `make train` makes 16.
+UPDATES = 12
 Shot = Callable[[Browser, Path], Awaitable[list[bytes]]]
 
 
@@ -110,21 +110,27 @@ async def pictures_of_run(browser: Browser, url: str) -> None:
             async with http.get(path) as answer:
                 return await answer.json()
 
-        while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
-            await asyncio.sleep(1)  # the router is asked
+        async with dashboard(browser, url, "#/fleet", width=WIDTH, height=VIEWS["dashboard-fleet.png"][2]) as page:
+            while len((await ask("/router/run"))["rewards"]) < UPDATES:  # noqa: ASYNC110
+                await asyncio.sleep(1)  # the router is asked; the chart shows what the page has seen
+            _keep("dashboard-fleet.png", await page.screenshot())
         episodes: list[Any] = []
         while not episodes:  # a trainer deletes the sessions that it has read
             await asyncio.sleep(1)
             episodes = (await ask("/router/episodes"))["episodes"]
         shown = max(episodes, key=lambda each: int(each["turns"]))
         listed = f"#/episodes?group={quote(shown['group'])}" if shown["group"] else "#/episodes"
-        places = ("#/fleet", listed, f"#/episodes/{quote(shown['id'])}", "#/run")
-        for name, address in sorted(zip(VIEWS, places, strict=True)):
+        places = {"dashboard-episode.png": f"#/episodes/{quote(shown['id'])}", "dashboard-episodes.png": listed}
+        for name, address in (places | {"dashboard-run.png": "#/run"}).items():
             _, prepare, height = VIEWS[name]
             async with dashboard(browser, url, address, width=WIDTH, height=height) as page:
                 await prepare(page)
-                (ROOT / "docs" / name).write_bytes(await page.screenshot())
-                print(f"docs/{name} taken", file=sys.stderr)
+                _keep(name, await page.screenshot())
+
+
+def _keep(name: str, picture: bytes) -> None:
+    (ROOT / "docs" / name).write_bytes(picture)
+    print(f"docs/{name} taken", file=sys.stderr)
 
 
 async def main() -> None:
@@ -137,8 +143,7 @@ async def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 pictures = await shot(browser, Path(directory))
             for name, picture in zip(names, pictures, strict=True):
-                (ROOT / "docs" / name).write_bytes(picture)
-                print(f"docs/{name} taken", file=sys.stderr)
+                _keep(name, picture)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,13 @@ async def go(page: Page, address: str) -> None:
 
 
 async def cells(page: Page, grid: str) -> list[list[str]]:
+    """Return the texts of a grid's rows, the cells of each on one line."""
+    wrapped = await page.value(f"""[...document.querySelectorAll('#{grid} [role=row]')].filter((row) => {{
+        const boxes = [...row.children].map((cell) => cell.getBoundingClientRect()).filter((box) => box.height);
+        const middles = boxes.map((box) => box.top + box.height / 2);
+        return Math.max(...middles) - Math.min(...middles) > 5;
+    }}).map((row) => row.textContent)""")
+    assert wrapped == []
     return await _texts(page, f"#{grid} .rows [role=row]")
 
 
