@@ -20,7 +20,7 @@ from miles_router import tasks
 from miles_router.errors import RouterError
 from miles_router.shards.channel import Channel, ChannelLost, Message
 from miles_router.shards.peer_loads import PoolLoad, subtract_load, sum_loads
-from miles_router.shards.protocol import Ack, ActiveInstance, Join, Leader, LeaseRenewal, Outbox, StateUpdate, Welcome
+from miles_router.shards.protocol import Ack, ActiveInstance, Join, Leader, Outbox
 from miles_router.shards.topology import Shards, clock
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class ShardConnection:
         self.channel = channel
         self.join = join
         self.url = url
-        self.last_message_at = clock()
         #: The task that asks for its load.
         self.load_task: asyncio.Task[bool] | None = None
 
@@ -76,7 +75,6 @@ class ShardCoordinator:
         self._urls: dict[int, str] = {}
         #: The loads of each instance, by pool.
         self._loads: dict[str, dict[str, PoolLoad]] = {}
-        self._encoded_state: tuple[int, bytes] = (-1, b"")
         self._wakeup = asyncio.Event()
         self._progress: asyncio.Future[None] | None = None
 
@@ -91,7 +89,6 @@ class ShardCoordinator:
             term,
             clock(),
             first=first,
-            stored=((0, 0), None),
             local=shards.local,
             one_leader_at_a_time=not shards.shared_state,
         )
@@ -108,7 +105,7 @@ class ShardCoordinator:
                 self._send(self.leader.renew(began, clock()))
                 for connection in tuple(self._connections.values()):
                     connection.channel.try_send("ping")  # a waiting instance would take silence for a lost leader
-                    if clock() - connection.last_message_at > shards.lease:  # its machine or network is lost
+                    if clock() - connection.channel.heard_at > shards.lease:  # its machine or network is lost
                         connection.channel.close()
                 self._signal_progress()
             with suppress(TimeoutError):
@@ -133,9 +130,7 @@ class ShardCoordinator:
             self._wake()
 
     def record_ack(self, connection: ShardConnection, ack: Ack) -> None:
-        join, connection.last_message_at = connection.join, clock()
-        self.leader.record_ack(join.shard, join.instance, ack, clock())
-        if join.shard not in self.leader.acting(clock()):
+        if self.leader.record_ack(connection.join.shard, connection.join.instance, ack, clock()):
             self._wake()
         self._signal_progress()
 
@@ -177,29 +172,17 @@ class ShardCoordinator:
     def _send(self, outbox: Outbox) -> None:
         """Send the protocol's messages. An instance without a connection gets them when it connects."""
         for instance, message in outbox:
-            connection = self._connections.get(instance)
-            if connection is None:
-                continue
-            if isinstance(message, Welcome):
-                connection.channel.send("welcome", term=message.term, epoch=message.epoch)
-            elif isinstance(message, StateUpdate):
-                connection.channel.send("state", self._encoded(message), term=message.term, at=message.number)
-            elif isinstance(message, LeaseRenewal):
-                connection.channel.send("renewal", term=message.term, stamp=message.stamp)
-            else:
-                connection.channel.send("end", term=message.term)
-
-    def _encoded(self, message: StateUpdate) -> bytes:
-        if self._encoded_state[0] != message.number:
-            self._encoded_state = message.number, json.dumps(message.state).encode()
-        return self._encoded_state[1]
+            if (connection := self._connections.get(instance)) is not None:
+                fields = message._asdict()
+                state = fields.pop("state", None)
+                connection.channel.send("protocol", state or b"", kind=type(message).__name__, **fields)
 
     # Deciding
 
     def publish(self) -> None:
         """Decide and publish the current state if it has changed."""
-        if self.is_restored and (written := self._dump_state()) != self.leader.state:
-            self._send(self.leader.decide(written, clock()))
+        if self.is_restored and (state := json.dumps(self._dump_state()).encode()) != self.leader.state:
+            self._send(self.leader.decide(state, clock()))
 
     async def wait_for_shards(self) -> None:
         """Return when every shard that may act is connected and acts by the current state.

@@ -167,7 +167,7 @@ class LeaderRole(ProcessRole):
         try:
             while not self.coordinator.open:  # noqa: ASYNC110  # shards, and time, are waited for
                 await asyncio.sleep(INTERVAL / 10)
-            await self._take_over(self.coordinator.leader.state or {})
+            await self._take_over(json.loads(self.coordinator.leader.state or b"{}"))
             leading += [
                 tasks.spawn(self._publish_changes(), name="publish changes"),
                 tasks.spawn(self._exchange_loads(), name="exchange loads"),
@@ -304,23 +304,20 @@ class LeaderRole(ProcessRole):
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.send("refused", reason=reason)
                 return
-            # This leader's clock is behind the previous leader's clock.
-            if fields["at"][0] > self.coordinator.leader.term:
-                logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
+            shard, instance, has_lease, (term, number) = fields["join"]
+            if term > self.coordinator.leader.term:  # this leader's clock is behind the previous leader's clock
+                logger.error("leader_outdated", extra={"fields": {"term": term}})
                 self._on_replaced()
                 return
             self._pools.one_model_only |= fields["one_model_only"]
             self._merged_view.stack = fields["stack"]
-            state = json.loads(message.blob) if message.blob else None
-            term, number = fields["at"]
-            asked = Join(fields["shard"], fields["instance"], fields["has_lease"], (term, number), state)
+            asked = Join(shard, instance, has_lease, (term, number), message.blob)
             connections.append(ShardConnection(channel, asked, fields["url"]))
             self.coordinator.add_connection(connections[0])
 
         async def ack(message: Message) -> None:
-            fields = message.fields
             for connection in connections:  # empty for a refused shard
-                self.coordinator.record_ack(connection, Ack(fields["term"], fields["at"], fields["stamp"]))
+                self.coordinator.record_ack(connection, Ack(**message.fields))
 
         handlers = {
             "join": join,
@@ -330,7 +327,7 @@ class LeaderRole(ProcessRole):
             "term": self._term,
             "report": self._report,
         }
-        channel = Channel(reader, writer, handlers, ordered=frozenset({"join", "ack"}))
+        channel = Channel(reader, writer, handlers)
         self._channels.add(channel)
         try:
             await channel.run()
@@ -343,10 +340,9 @@ class LeaderRole(ProcessRole):
         count = self.shards.count
         if fields["version"] != __version__:
             return f"the shard runs version {fields['version']}, and the leader {__version__}"
-        if fields["shards"] != count or fields["shard"] not in range(count):
-            return (
-                f"it is configured as shard {fields['shard']} of {fields['shards']}, but the leader has {count} shards"
-            )
+        shard = fields["join"][0]
+        if fields["shards"] != count or shard not in range(count):
+            return f"it is configured as shard {shard} of {fields['shards']}, but the leader has {count} shards"
         return None
 
     async def _is_paused(self, message: Message) -> Message:
@@ -362,8 +358,9 @@ class LeaderRole(ProcessRole):
         worker = None if pool is None else pool.fleet.pool.find(fields["url"])
         if pool is None or worker is None or worker.serial != fields["serial"]:
             return
-        if fields["kind"] == "silence":
-            await pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
+        if fields["kind"] == "silence":  # in the background: it asks the shards, which answer on these connections
+            silence = pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
+            tasks.spawn(silence, name="record silence")
         elif fields["kind"] == "failure":
             pool.fleet.pool.record_failure(worker, fields["reason"])
         elif fields["kind"] == "stall":

@@ -59,7 +59,7 @@ class StateUpdate(NamedTuple):
 class Ack(NamedTuple):
     """A shard's report that it acts by a state: it starts no write that this state forbids.
 
-    Sent for each state, and several times within a lease. `stamp` is the shard's clock. `number` is -1 if the shard
+    Sent for each state, and for each of the leader's pings. `stamp` is the shard's clock. `number` is -1 if the shard
     has no state of this term.
     """
 
@@ -82,6 +82,7 @@ class End(NamedTuple):
 
 
 LeaderMessage = Welcome | StateUpdate | LeaseRenewal | End
+LEADER_MESSAGES: dict[str, Any] = {kind.__name__: kind for kind in (Welcome, StateUpdate, LeaseRenewal, End)}
 #: The leader's messages, each with the instance that receives it.
 Outbox = list[tuple[str, LeaderMessage]]
 
@@ -130,7 +131,7 @@ class Leader:
         now: float,
         *,
         first: bool,
-        stored: tuple[tuple[int, int], Any],
+        stored: tuple[tuple[int, int], Any] = ((0, 0), None),
         local: bool = False,
         one_leader_at_a_time: bool = False,
     ) -> None:
@@ -192,11 +193,15 @@ class Leader:
 
     # Time
 
-    def record_ack(self, shard: int, instance: str, ack: Ack, now: float) -> None:
+    def record_ack(self, shard: int, instance: str, ack: Ack, now: float) -> bool:
+        """Record an ack. Return whether `renew` is due: the ack says something new, and the instance may not act."""
         active = self._active.get(shard)
-        if active is not None and active.instance == instance and ack.term == self.term:
-            active.acked = max(active.acked, ack.number)
-            active.stamps.append((now, ack.stamp))
+        if active is None or active.instance != instance or ack.term != self.term:
+            return False
+        is_new = ack.number > active.acked or not active.stamps
+        active.acked = max(active.acked, ack.number)
+        active.stamps.append((now, ack.stamp))
+        return is_new and now >= active.lease_ends_at
 
     def renew(self, began: float, now: float) -> Outbox:
         """Renew leases and activate waiting instances. Return the messages to send.
