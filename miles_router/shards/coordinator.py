@@ -68,8 +68,8 @@ class ShardCoordinator:
         self._confirm = confirm
         self._process_id_at = process_id_at
         self.leader: Leader
-        #: Whether `dump_state` returns a complete state yet.
-        self.is_restored = False
+        #: Set once `dump_state` returns a complete state.
+        self.restored = asyncio.Event()
         self._connections: dict[str, ShardConnection] = {}
         #: The last known URL of each shard.
         self._urls: dict[int, str] = {}
@@ -134,11 +134,6 @@ class ShardCoordinator:
             self._wake()
         self._signal_progress()
 
-    @property
-    def open(self) -> bool:
-        """Whether the leader may decide."""
-        return self.leader.open
-
     def acting(self) -> dict[int, ActiveInstance]:
         """Return the instances that may act, by shard."""
         self._record_ended_processes()
@@ -181,7 +176,7 @@ class ShardCoordinator:
 
     def publish(self) -> None:
         """Decide and publish the current state if it has changed."""
-        if self.is_restored and (state := json.dumps(self._dump_state()).encode()) != self.leader.state:
+        if self.restored.is_set() and (state := json.dumps(self._dump_state()).encode()) != self.leader.state:
             self._send(self.leader.decide(state, clock()))
 
     async def wait_for_shards(self) -> None:

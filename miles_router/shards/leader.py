@@ -12,8 +12,10 @@ import logging
 import math
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,10 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.exchange import Scope
 from miles_router.asgi.headers import header_texts, raw_headers
-from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError, StateError, StateOutdated
 from miles_router.fleet.caches import space_numbers
-from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.standstill import restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerActivity
@@ -38,13 +37,19 @@ from miles_router.settings.config import RouterConfig
 from miles_router.shards.all_requests import AllRequests
 from miles_router.shards.channel import Channel, Message
 from miles_router.shards.coordinator import ShardConnection, ShardCoordinator
-from miles_router.shards.leadership import Leadership, PlatformLeadership, StoredLeadership
+from miles_router.shards.leadership import Leadership, StoredLeadership
 from miles_router.shards.merged_view import MergedView
-from miles_router.shards.pools import distrust_weights, leader_pool, release_idle_workers, retiring_workers, set_loads
+from miles_router.shards.pools import (
+    distrust_weights,
+    make_leader_pool,
+    release_idle_workers,
+    retiring_workers,
+    set_loads,
+)
 from miles_router.shards.process_table import ProcessTable
 from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
 from miles_router.shards.protocol import Ack, Join
-from miles_router.shards.role import ProcessRole, without_keys
+from miles_router.shards.role import ProcessRole
 from miles_router.shards.state import Record, apply_fleet, dump_fleet, own_cache_numbers
 from miles_router.shards.topology import SOCKET, Shards, clock
 from miles_router.slots import CONTROL
@@ -90,13 +95,12 @@ class LeaderRole(ProcessRole):
         self._directory = directory
         self._listener = listener
         self._on_replaced = on_replaced
-        self._leadership: Leadership = PlatformLeadership(term)
+        self._leadership = Leadership(term)
         self._config: RouterConfig  # the settings as given: shards need what this process leaves out
         self._pools: Pools
         self._channels: set[Channel] = set()
         self._unproven = 0
-        self._ready = asyncio.Event()
-        self._merged_view: MergedView
+        self._admin: Admin
         self._registrations: Registrations
         process_id_at = None if directory is None else ProcessTable(directory).process_id
         self.coordinator = ShardCoordinator(shards, self._dump_state, self.confirm_leadership, process_id_at)
@@ -105,67 +109,54 @@ class LeaderRole(ProcessRole):
     # The parts of the router
 
     def config(self, config: RouterConfig) -> RouterConfig:
+        """Return the settings without keys and middlewares, since only shards reach this process, and without workers:
+        it is not known yet whether an earlier leader ran.
+        """
         self._config = config
-        return without_keys(config)
-
-    def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """Return none: it is not known yet whether an earlier leader ran."""
-        return ()
-
-    def pool(self, name: str, **settings: Any) -> WorkerPool:
-        return leader_pool(**settings)
-
-    def fleet(self, **parts: Any) -> Fleet:
-        fleet = Fleet(**parts)
-        fleet.wait_until_applied = self.coordinator.wait_for_shards
-        fleet.subscribe(self._publish_soon)
-        return fleet
+        nothing: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"))
+        return replace(config, worker_urls=(), middlewares=(), otel=False, dashboard=False, **nothing)
 
     def fan_out(self, upstream: Upstream) -> FanOut:
         return FanOut(upstream) if self.shards.local else FanOut(upstream, self.confirm_leadership, self.is_sole_leader)
 
-    def control(self, name: str, **parts: Any) -> Control:
-        return Control(**{**parts, "requests": AllRequests(name, self.coordinator)})
+    def connect(self, pool: ModelPool) -> None:
+        fleet = pool.fleet
+        make_leader_pool(fleet.pool)
+        fleet.wait_until_applied = self.coordinator.wait_for_shards
+        fleet.subscribe(self._publish_soon)
+        pool.router.control.requests = AllRequests(pool.name, self.coordinator)
+        pool.health.activity = partial(self._activity, pool.name)
 
-    def activity(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[WorkerActivity]]:
-        """Return a function that asks the shards, which have the requests, for a worker's activity."""
+    async def _activity(self, pool: str, worker: Worker) -> WorkerActivity:
+        """Ask the shards, which have the requests, for a worker's activity."""
+        answers = await self.coordinator.ask_all("activity", pool=pool, url=worker.url)
+        found = [WorkerActivity(*each) for answer in answers for each in answer.fields["found"]]
+        return WorkerActivity(
+            min((each.silent_seconds for each in found), default=math.inf), any(each.has_requests for each in found)
+        )
 
-        async def asked(worker: Worker) -> WorkerActivity:
-            answers = await self.coordinator.ask_all("activity", pool=name, url=worker.url)
-            found = [WorkerActivity(*each) for answer in answers for each in answer.fields["found"]]
-            return WorkerActivity(
-                min((each.silent_seconds for each in found), default=math.inf), any(each.has_requests for each in found)
-            )
-
-        return asked
-
-    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
-        admin = Admin(pools, registrations, stack)
-        self._merged_view = MergedView(admin, pools, self.coordinator, self._config)
-        return admin
+    def show(self, pools: Pools, admin: Admin) -> None:
+        self._pools, self._admin = pools, admin
+        MergedView(admin, pools, self.coordinator, self._config)
 
     async def restore(self, registrations: Registrations) -> None:
-        """Open the store of leadership only: workers are restored once it is known whether an earlier leader ran."""
+        """Claim the leadership. Workers are restored once it is known whether an earlier leader ran."""
         self._registrations = registrations
-        if not self.shards.local and registrations.store is not None:
-            try:
-                self._leadership = StoredLeadership(registrations.store)
-            except StateError as error:
-                raise ConfigError(f"state_dir: {error}") from None
-
-    @asynccontextmanager
-    async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """Listen for shards and lead. Connected shards provide the state that an earlier leader decided."""
-        self._pools = pools
         try:
+            if not self.shards.local and registrations.store is not None:
+                self._leadership = StoredLeadership(registrations.store)
             term, first = await self._leadership.claim()
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
         self.coordinator.start_term(term, first=first)
+
+    @asynccontextmanager
+    async def running(self, pools: Pools) -> AsyncIterator[None]:
+        """Listen for shards and lead. Connected shards provide the state that an earlier leader decided."""
         leading = [tasks.spawn(self.coordinator.lead(), name="lead")]
         server = await self._listen()
         try:
-            while not self.coordinator.open:  # noqa: ASYNC110  # shards, and time, are waited for
+            while not self.coordinator.leader.open:  # noqa: ASYNC110  # shards, and time, are waited for
                 await asyncio.sleep(INTERVAL / 10)
             await self._take_over(json.loads(self.coordinator.leader.state or b"{}"))
             leading += [
@@ -215,7 +206,7 @@ class LeaderRole(ProcessRole):
     async def _take_over(self, sections: dict[str, Any]) -> None:
         for name, record in sections.items():
             if name.startswith(POOL):
-                await self._restore_pool(await get_or_open_pool(self._pools, name[len(POOL) :]), record)
+                await self._restore_pool(await self._pools.open(name[len(POOL) :]), record)
         if sections:
             space_numbers(max((each.caches.number for each in self._pools.workers), default=0))
             for pool in self._pools:
@@ -229,8 +220,7 @@ class LeaderRole(ProcessRole):
             for url in self._config.worker_urls:
                 self._pools.default.fleet.pool.add_unreached(parse_worker_url(url))
             await self._pools.default.health.first_checks()
-        self._ready.set()
-        self.coordinator.is_restored = True
+        self.coordinator.restored.set()
         self.coordinator.publish()
 
     async def _restore_pool(self, pool: ModelPool, record: Record) -> None:
@@ -255,8 +245,7 @@ class LeaderRole(ProcessRole):
 
     def _publish_soon(self, transition: Transition) -> None:
         """Publish the state in the next loop iteration, after all changes that belong together."""
-        if self._ready.is_set():
-            asyncio.get_running_loop().call_soon(self.coordinator.publish)
+        asyncio.get_running_loop().call_soon(self.coordinator.publish)
 
     async def _exchange_loads(self) -> None:
         while True:
@@ -310,7 +299,7 @@ class LeaderRole(ProcessRole):
                 self._on_replaced()
                 return
             self._pools.one_model_only |= fields["one_model_only"]
-            self._merged_view.stack = fields["stack"]
+            self._admin.stack = fields["stack"]
             asked = Join(shard, instance, has_lease, (term, number), message.blob)
             connections.append(ShardConnection(channel, asked, fields["url"]))
             self.coordinator.add_connection(connections[0])
@@ -369,21 +358,15 @@ class LeaderRole(ProcessRole):
             pool.fleet.drop_ranks(worker, fields["reason"])
 
     def _find(self, message: Message) -> ModelPool | None:
-        name = message.fields["pool"]
-        return next((pool for pool in self._pools if pool.name == name), None)
+        return self._pools.find(message.fields["pool"])
 
     async def _http(self, message: Message) -> Message:
         """Answer a request once every shard acts by the answer."""
-        await self._ready.wait()
+        await self.coordinator.restored.wait()
         await self._refresh_loads()
         answer = await run_app(self.edge, message)
         await self.coordinator.wait_for_shards()
         return answer
-
-
-async def get_or_open_pool(pools: Pools, name: str) -> ModelPool:
-    """Return the pool of this name; open it if needed."""
-    return pools.default if name == pools.default.name else await pools.open(name)
 
 
 async def run_app(app: RouterApp, message: Message) -> Message:
