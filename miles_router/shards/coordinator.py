@@ -14,7 +14,7 @@ import secrets
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_router import tasks
 from miles_router.errors import RouterError
@@ -34,15 +34,12 @@ POLL_INTERVAL = 0.02
 ROUNDS_PER_LEASE, LOCAL_ROUND = 10, 1.0
 
 
-class ShardConnection:
+class ShardConnection(NamedTuple):
     """One connection of an instance."""
 
-    def __init__(self, channel: Channel, join: Join, url: str) -> None:
-        self.channel = channel
-        self.join = join
-        self.url = url
-        #: The task that asks for its load.
-        self.load_task: asyncio.Task[bool] | None = None
+    channel: Channel
+    join: Join
+    url: str
 
 
 class ShardCoordinator:
@@ -187,14 +184,13 @@ class ShardCoordinator:
         self.publish()
         number, since = self.leader.number, dict[str, float]()
         while lagging := self._lagging(number):
-            await self._wait_for_progress()
             now = clock()
             since = {each.instance: since.get(each.instance, now) for each in lagging.values()}
-            if self.shards.local:
-                ended = [
-                    (shard, each) for shard, each in lagging.items() if now - since[each.instance] > FOLLOW_TIMEOUT
-                ]
-                await asyncio.gather(*(self._kill(*each) for each in ended))
+            for instance, began in since.items():
+                if self.shards.local and now - began > FOLLOW_TIMEOUT:
+                    _kill(process_id_of(instance))  # it counts as acting until its parent has seen its end
+                    since[instance] = now
+            await self._wait_for_progress()
 
     def _lagging(self, number: int) -> dict[int, ActiveInstance]:
         disconnected = {shard: each for shard, each in self.acting().items() if each.instance not in self._connections}
@@ -209,62 +205,30 @@ class ShardCoordinator:
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
 
-    async def _kill(self, shard: int, lagging: ActiveInstance) -> None:
-        """Kill a shard's process. Return when it has ended, with all its connections closed."""
-        process = process_id_of(lagging.instance)
-        with suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(process)
-            try:
-                if self.acting().get(shard) is not lagging:
-                    return
-                logger.error("process_does_not_follow", extra={"fields": {"process": process}})
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                loop, ended = asyncio.get_running_loop(), asyncio.Event()
-                loop.add_reader(descriptor, ended.set)
-                try:
-                    await ended.wait()
-                finally:
-                    loop.remove_reader(descriptor)
-            finally:
-                os.close(descriptor)
-        if self.leader.acting(clock()).get(shard) is lagging:
-            self.leader.record_end(shard, clock())
-
     # Loads
+
+    def record_loads(self, connection: ShardConnection, message: Message) -> None:
+        """Record the loads that a shard reports, by pool."""
+        loads = {name: PoolLoad(*load) for name, load in message.fields["loads"].items()}
+        self._loads[connection.join.instance] = loads
 
     async def refresh_loads(self) -> bool:
         """Ask all shards for their loads. Return whether every acting shard has answered."""
+        answered = await asyncio.gather(*map(self._refresh_load, tuple(self._connections.values())))
         self._forget_ended_instances()
-        asked = tuple(self._connections.values())
-        replied = await asyncio.gather(*map(self._refresh_load, asked))
-        known = {each.join.instance for each, has in zip(asked, replied, strict=True) if has}
-        return all(each.instance in known for each in self.acting().values())
+        return {each.instance for each in self.acting().values()}.issubset(answered)
 
-    async def refresh_loads_within(self, patience: float) -> None:
-        """Ask all shards for their loads, for at most `patience` seconds.
-
-        A shard whose reply is late is not asked again before it has answered.
-        """
-        self._forget_ended_instances()
-        asked = set[asyncio.Task[bool]]()
-        for each in self._connections.values():
-            if each.load_task is None or each.load_task.done():
-                each.load_task = tasks.spawn(self._refresh_load(each), name=f"load of shard {each.join.shard}")
-            asked.add(each.load_task)
-        if asked:
-            await asyncio.wait(asked, timeout=patience)
+    async def _refresh_load(self, connection: ShardConnection) -> str | None:
+        """Ask a shard for its loads. Return its instance if it has answered."""
+        reply = await _ask_in_time(connection, "loads")
+        if reply is None:
+            return None
+        self.record_loads(connection, reply)
+        return connection.join.instance
 
     def _forget_ended_instances(self) -> None:
         known = {*self._connections, *(each.instance for each in self.acting().values())}
         self._loads = {instance: loads for instance, loads in self._loads.items() if instance in known}
-
-    async def _refresh_load(self, connection: ShardConnection) -> bool:
-        reply = await _ask_in_time(connection, "loads")
-        if reply is not None:
-            self._loads[connection.join.instance] = {
-                name: PoolLoad(*load) for name, load in reply.fields["loads"].items()
-            }
-        return reply is not None
 
     def load_of(self, pool: str) -> PoolLoad:
         """Return the load of all shards in a pool."""
@@ -272,6 +236,7 @@ class ShardCoordinator:
 
     def send_peer_loads(self, pools: Sequence[str]) -> None:
         """Send each shard the load of all others."""
+        self._forget_ended_instances()
         whole = {name: self.load_of(name) for name in pools}
         for instance, connection in self._connections.items():
             own = self._loads.get(instance, {})
@@ -283,39 +248,10 @@ class ShardCoordinator:
     async def ask_all(self, message_type: str, **fields: Any) -> list[Message]:
         """Return the replies of all acting shards. A shard that ends before its reply is left out."""
         await self.wait_for_shards()
-        acting = self.acting()
-        asked = [(shard, each) for shard, each in acting.items() if each.instance in self._connections]
-        answers = await asyncio.gather(*(self._ask(shard, each, message_type, fields) for shard, each in asked))
+        acting = [each.instance for each in self.acting().values() if each.instance in self._connections]
+        asked = [_answer_unless_lost(self._connections[instance].channel, message_type, fields) for instance in acting]
+        answers = await asyncio.gather(*asked)
         return [each for each in answers if each is not None]
-
-    async def _ask(
-        self, shard: int, active: ActiveInstance, message_type: str, fields: dict[str, Any]
-    ) -> Message | None:
-        """Return one shard's reply, or None if it ends first.
-
-        A reply may take long, as long as the process answers pings meanwhile.
-        """
-        channel = self._connections[active.instance].channel
-        asking = tasks.spawn(_answer_unless_lost(channel, message_type, fields), name=f"ask shard {message_type}")
-        try:
-            while not asking.done():
-                await asyncio.wait({asking}, timeout=FOLLOW_TIMEOUT)
-                if not asking.done():
-                    try:
-                        await tasks.within(FOLLOW_TIMEOUT, channel.ask("ping"), name="ping")
-                    except TimeoutError:
-                        if self.shards.local:
-                            await self._kill(shard, active)
-                        channel.close()
-            answer: Message | None = asking.result()
-            return answer
-        except ChannelLost:
-            return None
-        finally:
-            if not asking.done():
-                asking.cancel()
-            elif not asking.cancelled():
-                asking.exception()
 
     async def ask_responsive(self, message_type: str) -> list[Message]:
         """Return the replies of the shards that answer within `REPLY_TIMEOUT` seconds."""
@@ -326,11 +262,17 @@ class ShardCoordinator:
 
 
 async def _answer_unless_lost(channel: Channel, message_type: str, fields: Mapping[str, Any]) -> Message | None:
-    """Return a shard's reply, or None if the connection is lost: that is no failure of the task."""
+    """Return a shard's reply, or None if its connection is lost first. One that hangs is killed, or its lease ends."""
     try:
         return await channel.ask(message_type, **fields)
     except ChannelLost:
         return None
+
+
+def _kill(process: int) -> None:
+    logger.error("process_does_not_follow", extra={"fields": {"process": process}})
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 def new_instance_id(process: int) -> str:

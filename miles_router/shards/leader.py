@@ -57,7 +57,7 @@ from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two checks for changes that no request has asked for.
+#: Seconds between two checks for changes that no request has asked for, and between two reports of loads.
 INTERVAL = 0.1
 #: The most connections that have not proved yet that they know the secret. Further ones are closed.
 MAX_UNPROVEN = 256
@@ -161,7 +161,7 @@ class LeaderRole(ProcessRole):
             await self._take_over(json.loads(self.coordinator.leader.state or b"{}"))
             leading += [
                 tasks.spawn(self._publish_changes(), name="publish changes"),
-                tasks.spawn(self._exchange_loads(), name="exchange loads"),
+                tasks.spawn(self._send_peer_loads(), name="send peer loads"),
             ]
             yield
         finally:
@@ -247,10 +247,9 @@ class LeaderRole(ProcessRole):
         """Publish the state in the next loop iteration, after all changes that belong together."""
         asyncio.get_running_loop().call_soon(self.coordinator.publish)
 
-    async def _exchange_loads(self) -> None:
+    async def _send_peer_loads(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
-            await self.coordinator.refresh_loads_within(INTERVAL)
             self.coordinator.send_peer_loads([pool.name for pool in self._pools])
 
     async def _publish_changes(self) -> None:
@@ -285,9 +284,10 @@ class LeaderRole(ProcessRole):
         await self._welcome(reader, writer)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections: list[ShardConnection] = []
+        joined: ShardConnection | None = None  # None for a refused shard
 
         async def join(message: Message) -> None:
+            nonlocal joined
             fields = message.fields
             if (reason := self._refusal(fields)) is not None:
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
@@ -301,16 +301,21 @@ class LeaderRole(ProcessRole):
             self._pools.one_model_only |= fields["one_model_only"]
             self._admin.stack = fields["stack"]
             asked = Join(shard, instance, has_lease, (term, number), message.blob)
-            connections.append(ShardConnection(channel, asked, fields["url"]))
-            self.coordinator.add_connection(connections[0])
+            joined = ShardConnection(channel, asked, fields["url"])
+            self.coordinator.add_connection(joined)
 
         async def ack(message: Message) -> None:
-            for connection in connections:  # empty for a refused shard
-                self.coordinator.record_ack(connection, Ack(**message.fields))
+            if joined is not None:
+                self.coordinator.record_ack(joined, Ack(**message.fields))
+
+        async def loads(message: Message) -> None:
+            if joined is not None:
+                self.coordinator.record_loads(joined, message)
 
         handlers = {
             "join": join,
             "ack": ack,
+            "loads": loads,
             "http": self._http,
             "is_paused": self._is_paused,
             "term": self._term,
@@ -322,8 +327,8 @@ class LeaderRole(ProcessRole):
             await channel.run()
         finally:
             self._channels.discard(channel)
-            for connection in connections:
-                self.coordinator.remove_connection(connection)
+            if joined is not None:
+                self.coordinator.remove_connection(joined)
 
     def _refusal(self, fields: Mapping[str, Any]) -> str | None:
         count = self.shards.count

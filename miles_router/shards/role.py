@@ -54,6 +54,6 @@ class ProcessRole:
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """Work while entered. Enter after the first check of the workers, so that first requests find some that answer."""
+        """Work while entered. Enter after the first check of the workers, so that the first requests find one."""
         await pools.default.health.first_checks()
         yield

@@ -6,6 +6,7 @@ until its lease ends. Requests that concern the whole fleet go to the leader.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.access import READING
 from miles_router.asgi.exchange import Exchange
@@ -29,7 +31,7 @@ from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.channel import Message
-from miles_router.shards.leader import POOL
+from miles_router.shards.leader import INTERVAL, POOL
 from miles_router.shards.membership import Membership
 from miles_router.shards.merged_view import SHARD
 from miles_router.shards.peer_loads import PeerLoads, PoolLoad
@@ -71,7 +73,7 @@ class ShardRole(ProcessRole):
             "activity": self._activity,
             "numbers": self._report_numbers,
             "metrics": self._report_metrics,
-            "loads": self._report_loads,
+            "loads": self._tell_loads,
             "peer_loads": self._update_peer_loads,
         }
 
@@ -164,7 +166,11 @@ class ShardRole(ProcessRole):
         self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._admin.stack}
         self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
-            yield
+            reporting = tasks.spawn(self._report_loads(), name="report loads")
+            try:
+                yield
+            finally:
+                await tasks.cancelled(reporting)
 
     def _open_gates(self) -> None:
         for pool in self._pools:
@@ -224,8 +230,16 @@ class ShardRole(ProcessRole):
     async def _report_metrics(self, message: Message) -> Message:
         return Message({SHARD: str(self.membership.shard.index)}, self._pools.default.router.metrics.render())
 
-    async def _report_loads(self, message: Message) -> Message:
-        return Message({"loads": {name: loads.own_load() for name, loads in self._peer_loads.items()}})
+    def _loads(self) -> dict[str, PoolLoad]:
+        return {name: loads.own_load() for name, loads in self._peer_loads.items()}
+
+    async def _report_loads(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL)
+            self.membership.try_send("loads", loads=self._loads())
+
+    async def _tell_loads(self, message: Message) -> Message:
+        return Message({"loads": self._loads()})
 
     async def _update_peer_loads(self, message: Message) -> None:
         for name, loads in self._peer_loads.items():
