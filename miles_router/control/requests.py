@@ -92,8 +92,8 @@ class OwnRequests:
                 routing.stop(Conflict(f"group {group!r} was aborted"))
         return GroupEnd(found, [failure for failure in failures if failure is not None])
 
-    async def ids_at(self, url: str) -> set[str]:
-        return self.in_flight.ids_at(url)
+    async def ids_at(self, url: str) -> list[str]:
+        return sorted(self.in_flight.ids_at(url))
 
 
 def _end_for_listener(group: str | int) -> Callable[[GroupListener], Awaitable[StateError | None]]:

@@ -254,30 +254,16 @@ class Membership:
     # The connection
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the leader. Give up as soon as the leader has another address.
+        """Connect to the leader.
 
         Raises:
             OSError: the leader cannot be reached or does not know the secret.
         """
         if self.shard.shards.local:
             return await asyncio.open_unix_connection(self.shard.directory / SOCKET)
-        address, patience = self._leader_address(), MAX_SILENCE * self.shard.shards.lease
-        reaching = asyncio.get_running_loop().create_task(self._connect_to(address), name="reach the leader")
-        try:
-            for _ in range(round(patience / LOCAL_RETRY)):
-                await asyncio.wait({reaching}, timeout=LOCAL_RETRY)
-                if reaching.done():
-                    return reaching.result()
-                if self._leader_address() != address:
-                    break
-            raise ConnectionAbortedError(f"{address} has not answered")
-        finally:
-            if not reaching.done():
-                await tasks.cancelled(reaching)
-
-    def _leader_address(self) -> str:
-        leader = self.shard.leader
-        return leader.read_text(encoding="ascii") if isinstance(leader, Path) else leader
+        leader, patience = self.shard.leader, MAX_SILENCE * self.shard.shards.lease
+        address = leader.read_text(encoding="ascii") if isinstance(leader, Path) else leader
+        return await tasks.within(patience, self._connect_to(address), name="reach the leader")
 
     async def _connect_to(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = address.rpartition(":")

@@ -7,9 +7,11 @@ until its lease ends. Requests that concern the whole fleet go to the leader.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -46,30 +48,24 @@ EDGE_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b
 
 
 class ShardRole(ProcessRole):
-    """The role of a shard.
-
-    Args:
-        generation: a number that no other process of this router has.
-    """
+    """The role of a shard."""
 
     checks_health = False
 
-    def __init__(self, membership: Membership, *, generation: int = 0) -> None:
+    def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.slots = membership.shard.slots
         self.shares_state = membership.shard.shards.shared_state
         self._shards = membership.shard.shards
-        self._numbers = own_cache_numbers(generation)
+        self._numbers = own_cache_numbers(secrets.randbits(31))
         #: The loads of other processes, by pool name.
         self._peer_loads: dict[str, PeerLoads] = {}
         self._admin: Admin
         self._pools: Pools
         membership.follow = self._follow
         membership.handlers = {
-            "abort": self._abort,
-            "workers_with": self._workers_with,
+            **{each: partial(self._ask_requests, each) for each in ("abort", "workers_with", "ids_at")},
             "end_group": self._end_group,
-            "ids_at": self._ids_at,
             "activity": self._activity,
             "numbers": self._report_numbers,
             "metrics": self._report_metrics,
@@ -197,25 +193,19 @@ class ShardRole(ProcessRole):
 
     # Answering
 
-    def _requests(self, message: Message) -> OwnRequests:
-        pool = self._pools.find(message.fields["pool"]) or self._pools.default
+    def _requests(self, name: str) -> OwnRequests:
+        pool = self._pools.find(name) or self._pools.default
         requests = pool.router.control.requests
         assert isinstance(requests, OwnRequests)
         return requests
 
-    async def _abort(self, message: Message) -> Message:
-        fields = message.fields
-        return Message({"found": await self._requests(message).abort(fields["rid"], fields["elsewhere"])})
-
-    async def _workers_with(self, message: Message) -> Message:
-        return Message({"found": await self._requests(message).workers_with(message.fields["rid"])})
+    async def _ask_requests(self, method: str, message: Message) -> Message:
+        fields = dict(message.fields)
+        return Message({"found": await getattr(self._requests(fields.pop("pool")), method)(**fields)})
 
     async def _end_group(self, message: Message) -> Message:
-        aborted, failures = await self._requests(message).end_group(message.fields["group"])
+        aborted, failures = await self._requests(message.fields["pool"]).end_group(message.fields["group"])
         return Message({"found": [[aborted, [each.written() for each in failures]]]})
-
-    async def _ids_at(self, message: Message) -> Message:
-        return Message({"found": sorted(await self._requests(message).ids_at(message.fields["url"]))})
 
     async def _activity(self, message: Message) -> Message:
         pool = self._pools.find(message.fields["pool"])

@@ -127,5 +127,5 @@ def apply_gate(gate: Gate, record: Record) -> None:
 
 
 def own_cache_numbers(generation: int) -> Iterator[int]:
-    """Yield cache numbers that no other process uses; `generation` is unique to each process."""
+    """Yield cache numbers that no other process uses; `generation` (31 bits) is unique to each process."""
     return itertools.count((generation << 32) + 1)

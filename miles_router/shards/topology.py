@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,11 +75,6 @@ class Shard:
     def slots(self) -> frozenset[int]:
         """The slots that this shard owns."""
         return frozenset(slot for slot in range(SLOTS) if self.shards.owner_of(slot) == self.index)
-
-
-def random_generation() -> int:
-    """Return a random generation, for a process whose starts are not counted."""
-    return secrets.randbits(31)
 
 
 def clock() -> float:
