@@ -32,10 +32,6 @@ FAILED = "failed"
 Fields = Mapping[str, Any]
 
 
-class ChannelLost(Exception):
-    """The other process has gone or no longer replies."""
-
-
 class Message(NamedTuple):
     """The fields and bytes of a request or reply."""
 
@@ -60,14 +56,14 @@ class Channel:
         self._writer = writer
         self._handlers = handlers
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, asyncio.Future[Message | None]] = {}
         self._handling: set[asyncio.Task[None]] = set()
         self.lost = False
         #: The time of the last message.
         self.heard_at = clock()
 
     async def run(self) -> None:
-        """Read and handle messages until the connection ends. Pending `ask` calls then raise ChannelLost."""
+        """Read and handle messages until the connection ends. Pending `ask` calls then return None."""
         try:
             while True:
                 message = await self._read()
@@ -131,21 +127,20 @@ class Channel:
             return
         self._writer.writelines(_frame({**fields, "message_type": message_type}, blob))
 
-    async def ask(self, message_type: str, blob: bytes = b"", **fields: Any) -> Message:
-        """Send a request and return its reply.
+    async def ask(self, message_type: str, blob: bytes = b"", **fields: Any) -> Message | None:
+        """Send a request and return its reply, or None if the connection is lost before.
 
         Raises:
-            ChannelLost: the connection is lost, so no reply will come.
             RouterError: the handler in the other process failed; that process logs the reason.
         """
         if self._gone:
-            raise ChannelLost(f"{message_type}: the connection to the other process is lost")
+            return None
         number = next(self._numbers)
         self._pending[number] = waiting = asyncio.get_running_loop().create_future()
         try:
             self._writer.writelines(_frame({**fields, "message_type": message_type, "request": number}, blob))
-            answer: Message = await waiting
-            if FAILED in answer.fields:
+            answer: Message | None = await waiting
+            if answer is not None and FAILED in answer.fields:
                 raise RouterError(
                     f"another process of the router failed to handle {message_type!r}; its log has the reason"
                 )
@@ -154,13 +149,13 @@ class Channel:
             del self._pending[number]
 
     def close(self) -> None:
-        """Close the connection and fail pending `ask` calls. May be repeated."""
+        """Close the connection and end pending `ask` calls. May be repeated."""
         if self.lost:
             return
         self.lost = True
         for waiting in self._pending.values():
             if not waiting.done():
-                waiting.set_exception(ChannelLost("the connection to the other process was lost"))
+                waiting.set_result(None)
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
 

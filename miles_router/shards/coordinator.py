@@ -10,15 +10,14 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from miles_router import tasks
 from miles_router.errors import RouterError
-from miles_router.shards.channel import Channel, ChannelLost, Message
+from miles_router.shards.channel import Channel, Message
 from miles_router.shards.peer_loads import PoolLoad, subtract_load, sum_loads
 from miles_router.shards.protocol import Ack, ActiveInstance, Join, Leader, Outbox
 from miles_router.shards.topology import Shards, clock
@@ -27,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds in which a shard on the same machine must follow; and seconds in which a shard must report its numbers.
 FOLLOW_TIMEOUT, REPLY_TIMEOUT = 10.0, 2.0
-#: Seconds between two checks whether a process has ended or a lease has run out.
-POLL_INTERVAL = 0.02
+#: Seconds between two checks whether all shards follow; and between two rounds until a leader on one machine is open.
+POLL_INTERVAL, OPENING_ROUND = 0.005, 0.02
 #: How often within one lease the leader confirms that it is the last one; and the seconds between two rounds on one
 #: machine, where it always is.
 ROUNDS_PER_LEASE, LOCAL_ROUND = 10, 1.0
@@ -73,7 +72,6 @@ class ShardCoordinator:
         #: The loads of each instance, by pool.
         self._loads: dict[str, dict[str, PoolLoad]] = {}
         self._wakeup = asyncio.Event()
-        self._progress: asyncio.Future[None] | None = None
 
     # Leading
 
@@ -94,7 +92,7 @@ class ShardCoordinator:
         """Activate instances and renew their leases, until cancelled."""
         shards = self.shards
         every = LOCAL_ROUND if shards.local else shards.lease / ROUNDS_PER_LEASE
-        opening = POLL_INTERVAL if shards.local else every
+        opening = OPENING_ROUND if shards.local else every
         while True:
             self._record_ended_processes()
             began = clock()
@@ -104,7 +102,6 @@ class ShardCoordinator:
                     connection.channel.try_send("ping")  # a waiting instance would take silence for a lost leader
                     if clock() - connection.channel.heard_at > shards.lease:  # its machine or network is lost
                         connection.channel.close()
-                self._signal_progress()
             with suppress(TimeoutError):
                 await tasks.within(every if self.leader.open else opening, self._wakeup.wait(), name="wait for a shard")
             self._wakeup.clear()
@@ -116,7 +113,7 @@ class ShardCoordinator:
         if before is not None:
             before.channel.close()
         self._send(self.leader.join(connection.join, clock()))
-        self._wake()
+        self._wakeup.set()
 
     def remove_connection(self, connection: ShardConnection) -> None:
         """Handle a lost connection. The shard may still act."""
@@ -124,12 +121,11 @@ class ShardCoordinator:
         if self._connections.get(join.instance) is connection:
             del self._connections[join.instance]
             self.leader.disconnect(join.shard, join.instance)
-            self._wake()
+            self._wakeup.set()
 
     def record_ack(self, connection: ShardConnection, ack: Ack) -> None:
         if self.leader.record_ack(connection.join.shard, connection.join.instance, ack, clock()):
-            self._wake()
-        self._signal_progress()
+            self._wakeup.set()
 
     def acting(self) -> dict[int, ActiveInstance]:
         """Return the instances that may act, by shard."""
@@ -147,10 +143,6 @@ class ShardCoordinator:
             if each.instance in self._connections:
                 self._urls[shard] = self._connections[each.instance].url
         return {str(shard): url for shard, url in self._urls.items() if shard in acting}
-
-    def _wake(self) -> None:
-        self._wakeup.set()
-        self._signal_progress()
 
     def _record_ended_processes(self) -> None:
         if self._process_id_at is None:
@@ -190,20 +182,11 @@ class ShardCoordinator:
                 if self.shards.local and now - began > FOLLOW_TIMEOUT:
                     _kill(process_id_of(instance))  # it counts as acting until its parent has seen its end
                     since[instance] = now
-            await self._wait_for_progress()
+            await asyncio.sleep(POLL_INTERVAL)
 
     def _lagging(self, number: int) -> dict[int, ActiveInstance]:
         disconnected = {shard: each for shard, each in self.acting().items() if each.instance not in self._connections}
         return {**self.leader.lagging(number, clock()), **disconnected}
-
-    async def _wait_for_progress(self) -> None:
-        if self._progress is None or self._progress.done():
-            self._progress = asyncio.get_running_loop().create_future()
-        await asyncio.wait({self._progress}, timeout=POLL_INTERVAL)
-
-    def _signal_progress(self) -> None:
-        if self._progress is not None and not self._progress.done():
-            self._progress.set_result(None)
 
     # Loads
 
@@ -246,11 +229,14 @@ class ShardCoordinator:
     # Asking
 
     async def ask_all(self, message_type: str, **fields: Any) -> list[Message]:
-        """Return the replies of all acting shards. A shard that ends before its reply is left out."""
+        """Return the replies of all acting shards. A shard whose connection is lost before its reply is left out.
+
+        A shard that hangs is waited for until its parent kills it, or until `lead` closes its connection.
+        """
         await self.wait_for_shards()
         acting = [each.instance for each in self.acting().values() if each.instance in self._connections]
-        asked = [_answer_unless_lost(self._connections[instance].channel, message_type, fields) for instance in acting]
-        answers = await asyncio.gather(*asked)
+        asking = [self._connections[instance].channel.ask(message_type, **fields) for instance in acting]
+        answers = await asyncio.gather(*asking)
         return [each for each in answers if each is not None]
 
     async def ask_responsive(self, message_type: str) -> list[Message]:
@@ -261,32 +247,19 @@ class ShardCoordinator:
         return [each for each in answers if each is not None]
 
 
-async def _answer_unless_lost(channel: Channel, message_type: str, fields: Mapping[str, Any]) -> Message | None:
-    """Return a shard's reply, or None if its connection is lost first. One that hangs is killed, or its lease ends."""
-    try:
-        return await channel.ask(message_type, **fields)
-    except ChannelLost:
-        return None
-
-
 def _kill(process: int) -> None:
     logger.error("process_does_not_follow", extra={"fields": {"process": process}})
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
 
 
-def new_instance_id(process: int) -> str:
-    """Return the id of a new instance: its process id and a random part."""
-    return f"{process}-{secrets.token_hex(8)}"
-
-
 def process_id_of(instance: str) -> int:
-    """Return the process id of an instance."""
+    """Return the process id of an instance, with which its name begins."""
     return int(instance.partition("-")[0])
 
 
 async def _ask_in_time(connection: ShardConnection, message_type: str) -> Message | None:
     """Return one shard's reply, or None if there is none in time."""
-    with suppress(ChannelLost, TimeoutError, RouterError):  # RouterError: the shard has logged its failure
+    with suppress(TimeoutError, RouterError):  # RouterError: the shard has logged its failure
         return await tasks.within(REPLY_TIMEOUT, connection.channel.ask(message_type), name=message_type)
     return None

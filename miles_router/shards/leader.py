@@ -61,8 +61,6 @@ logger = logging.getLogger(__name__)
 INTERVAL = 0.1
 #: The most connections that have not proved yet that they know the secret. Further ones are closed.
 MAX_UNPROVEN = 256
-#: Section names of the decided state: the prefix of each pool's section, and the section of the shards' URLs.
-POOL, URLS = "pool ", "urls"
 
 
 class LeaderRole(ProcessRole):
@@ -158,7 +156,7 @@ class LeaderRole(ProcessRole):
         try:
             while not self.coordinator.leader.open:  # noqa: ASYNC110  # shards, and time, are waited for
                 await asyncio.sleep(INTERVAL / 10)
-            await self._take_over(json.loads(self.coordinator.leader.state or b"{}"))
+            await self._take_over(self.coordinator.leader.state)
             leading += [
                 tasks.spawn(self._publish_changes(), name="publish changes"),
                 tasks.spawn(self._send_peer_loads(), name="send peer loads"),
@@ -203,11 +201,12 @@ class LeaderRole(ProcessRole):
 
     # Taking over
 
-    async def _take_over(self, sections: dict[str, Any]) -> None:
-        for name, record in sections.items():
-            if name.startswith(POOL):
-                await self._restore_pool(await self._pools.open(name[len(POOL) :]), record)
-        if sections:
+    async def _take_over(self, state: bytes | None) -> None:
+        if state:
+            for name, record in json.loads(state)["pools"].items():
+                fleet = (await self._pools.open(name)).fleet
+                restore_standstill(fleet, record)
+                apply_fleet(record, fleet, own_cache_numbers(0).__next__)
             space_numbers(max((each.caches.number for each in self._pools.workers), default=0))
             for pool in self._pools:
                 distrust_weights(pool.fleet.pool)
@@ -223,16 +222,10 @@ class LeaderRole(ProcessRole):
         self.coordinator.restored.set()
         self.coordinator.publish()
 
-    async def _restore_pool(self, pool: ModelPool, record: Record) -> None:
-        fleet = pool.fleet
-        restore_standstill(fleet, record)
-        numbers = own_cache_numbers(0)
-        apply_fleet(record, fleet, lambda: next(numbers))
-
     # Decisions
 
     def _dump_state(self) -> dict[str, Any]:
-        return {URLS: self.coordinator.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}
+        return {"urls": self.coordinator.urls(), "pools": {pool.name: self._section(pool) for pool in self._pools}}
 
     def _section(self, pool: ModelPool) -> Record:
         control = pool.router.control

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -12,9 +13,7 @@ from typing import Any
 
 from miles_router import tasks
 from miles_router.errors import StateError, StateOutdated, Unavailable
-from miles_router.shards.channel import Channel, ChannelLost, Handler, Message
-from miles_router.shards.coordinator import new_instance_id
-from miles_router.shards.leader import URLS
+from miles_router.shards.channel import Channel, Handler, Message
 from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
 from miles_router.shards.protocol import LEADER_MESSAGES, Follower, LeaderMessage, StateUpdate
 from miles_router.shards.topology import SOCKET, Shard, clock
@@ -58,7 +57,7 @@ class Membership:
         self.on_shard_lost: Callable[[str], None] = lambda url: None
         self.store: StateStore | None = None
         self._on_fenced = on_fenced
-        self._follower = Follower(shard.index, new_instance_id(process), shard.shards.lease)
+        self._follower = Follower(shard.index, f"{process}-{secrets.token_hex(8)}", shard.shards.lease)
         self._urls: Mapping[int, str] = dict(enumerate(shard.urls))
         self._channel: Channel | None = None
         #: Set while the leader answers requests; and once this shard follows a state and may act.
@@ -172,7 +171,7 @@ class Membership:
                 self.on_lease_gained()
 
     async def _follow(self, state: dict[str, Any]) -> None:
-        decided = {int(shard): url for shard, url in state[URLS].items()}
+        decided = {int(shard): url for shard, url in state["urls"].items()}
         before, self._urls = self._urls, dict(enumerate(self.shard.urls)) | decided
         for shard, url in before.items():
             if self._urls.get(shard) != url and shard != self.shard.index:
@@ -239,12 +238,12 @@ class Membership:
             raise Unavailable("the router's leader cannot be reached; ask again") from None
         channel = self._channel
         assert channel is not None
-        try:
-            return await channel.ask(message_type, blob, **fields)
-        except ChannelLost:
+        reply = await channel.ask(message_type, blob, **fields)
+        if reply is None:
             if self._channel is channel:
                 self._connected.clear()
-            raise Unavailable("the router's leader was lost during the request, and may have carried it out") from None
+            raise Unavailable("the router's leader was lost during the request, and may have carried it out")
+        return reply
 
     def try_send(self, message_type: str, **fields: Any) -> None:
         """Send a message without a reply. It is dropped while the leader is away."""

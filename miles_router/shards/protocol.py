@@ -279,10 +279,6 @@ class Leader:
                 self._decisions.popleft()
         return [message for active in self._active.values() for message in self._latest_state(active.instance)]
 
-    def is_settled(self, number: int, now: float) -> bool:
-        """Return whether every instance that may still act acts by this number."""
-        return self.open and not self.lagging(number, now)
-
     def is_sole_leader(self, now: float) -> bool:
         """Return whether no later leader can have decided anything. Checked before each control request to engines."""
         return now < self._sole_until

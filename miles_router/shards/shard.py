@@ -33,7 +33,7 @@ from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.channel import Message
-from miles_router.shards.leader import INTERVAL, POOL
+from miles_router.shards.leader import INTERVAL
 from miles_router.shards.membership import Membership
 from miles_router.shards.merged_view import SHARD
 from miles_router.shards.peer_loads import PeerLoads, PoolLoad
@@ -175,13 +175,12 @@ class ShardRole(ProcessRole):
     # Following
 
     async def _follow(self, state: dict[str, Any]) -> None:
-        for name, record in state.items():
-            if name.startswith(POOL):
-                self._follow_pool(await self._pools.open(name[len(POOL) :]), record)
+        for name, record in state["pools"].items():
+            self._follow_pool(await self._pools.open(name), record)
 
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
-        apply_fleet(record, fleet, lambda: next(self._numbers))
+        apply_fleet(record, fleet, self._numbers.__next__)
         pool.selectable |= record["selectable"]
         self._pools.named |= pool.selectable and bool(pool.name)
         control.leader_may_silence = record["may_silence"]

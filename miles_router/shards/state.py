@@ -57,18 +57,17 @@ def dump_fleet(fleet: Fleet) -> Record:
 
 def dump_workers(pool: WorkerPool) -> list[Record]:
     """Return the workers of a pool and their states."""
-    return [_record(worker) for worker in pool]
-
-
-def _record(worker: Worker) -> Record:
-    return {
-        "url": worker.url,
-        "serial": worker.serial,
-        "state": worker.state.value,
-        "attributes": worker.attributes,
-        "caches": worker.caches.state(),
-        **{name: getattr(worker, name) for name in _COPIED},
-    }
+    return [
+        {
+            "url": worker.url,
+            "serial": worker.serial,
+            "state": worker.state.value,
+            "attributes": worker.attributes,
+            "caches": worker.caches.state(),
+            **{name: getattr(worker, name) for name in _COPIED},
+        }
+        for worker in pool
+    ]
 
 
 def apply_workers(pool: WorkerPool, records: Iterable[Record], own_number: Callable[[], int]) -> None:
