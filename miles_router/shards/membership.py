@@ -140,9 +140,9 @@ class Membership:
         try:
             while not reading.done():
                 await asyncio.wait({reading}, timeout=silence and silence / CHECKS)
-                if silence is not None and clock() - channel.heard_at > silence:
+                if silence is not None and not channel.lost and clock() - channel.heard_at > silence:
                     logger.error("leader_silent")
-                    return
+                    channel.close()  # `run` then ends, but not in the middle of a state that is being applied
         finally:
             await tasks.cancelled(reading)
 
@@ -180,8 +180,7 @@ class Membership:
 
     async def _acknowledge(self, message: Message) -> None:
         """Send an ack with a new stamp, after all states that came before this message are applied."""
-        if self._channel is not None:
-            self._channel.send("ack", **self._follower.make_ack(clock())._asdict())
+        self.try_send("ack", **self._follower.make_ack(clock())._asdict())
 
     async def _refused(self, message: Message) -> None:
         self._fence(message.fields["reason"])
