@@ -84,7 +84,6 @@ class ShardCoordinator:
             term,
             clock(),
             first=first,
-            local=shards.local,
             one_leader_at_a_time=not shards.shared_state,
         )
 

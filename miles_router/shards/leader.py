@@ -265,11 +265,9 @@ class LeaderRole(ProcessRole):
         self._unproven += 1
         try:
             await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
-        except ConnectionAbortedError:  # a probe: it only tested whether the port listens
-            writer.close()
-            return
         except OSError as error:
-            logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})
+            if not isinstance(error, ConnectionAbortedError):  # a probe: it only tested whether the port listens
+                logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})
             writer.close()
             return
         finally:

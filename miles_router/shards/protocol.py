@@ -10,6 +10,7 @@ never ends, because the parent sees an instance end before it starts the next.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -114,11 +115,10 @@ class Leader:
 
     Args:
         shards: how many there are.
-        lease: seconds; infinite on one machine.
+        lease: seconds; infinite on one machine, where the parent sees an instance end before it starts the next.
         term: greater than every earlier leader's term.
         first: there was no leader before.
         stored: ((term, number), state) of the last decision that the store knows.
-        local: on one machine, where the parent sees an instance end before it starts the next.
         one_leader_at_a_time: the platform sees a leader end before it starts the next. Otherwise the previous leader
             may act for one more lease, even if all shards are connected to this one.
     """
@@ -132,7 +132,6 @@ class Leader:
         *,
         first: bool,
         stored: tuple[tuple[int, int], Any] = ((0, 0), None),
-        local: bool = False,
         one_leader_at_a_time: bool = False,
     ) -> None:
         self.term = term
@@ -142,7 +141,7 @@ class Leader:
         self._lease = lease
         self._opens_at = now if first else now + lease * SLACK
         self._known = stored
-        self._local = local
+        self._local = math.isinf(lease)
         self._one_leader_at_a_time = one_leader_at_a_time
         self._active: dict[int, ActiveInstance] = {}
         self._waiting: dict[int, Join] = {}
