@@ -178,7 +178,9 @@ class ShardOwners(Owners):
         return ANSWER_HERE in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
-        return () if self.asked_by_other_process(scope) else self._shard.others
+        if self.asked_by_other_process(scope):
+            return ()
+        return [index for index in range(self._shard.shards.count) if index != self._shard.index]
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str

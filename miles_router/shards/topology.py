@@ -67,11 +67,6 @@ class Shard:
     urls: Sequence[str] = ()
 
     @property
-    def others(self) -> tuple[int, ...]:
-        """The indices of all other shards."""
-        return tuple(index for index in range(self.shards.count) if index != self.index)
-
-    @property
     def slots(self) -> frozenset[int]:
         """The slots that this shard owns."""
         return frozenset(slot for slot in range(SLOTS) if self.shards.owner_of(slot) == self.index)
