@@ -62,6 +62,8 @@ class Membership:
         self._channel: Channel | None = None
         #: Set while the leader answers requests; and once this shard follows a state and may act.
         self._connected, self._started = asyncio.Event(), asyncio.Event()
+        #: When the leader last showed that it leads. It may live, and not be able to.
+        self._led_at = 0.0
 
     # The right to act
 
@@ -136,11 +138,12 @@ class Membership:
     async def _read(self, channel: Channel) -> None:
         """Handle the leader's messages until the connection is lost, or the leader is silent for too long."""
         silence = None if self.shard.shards.local else MAX_SILENCE * self.shard.shards.lease
+        self._led_at = clock()
         reading = tasks.spawn(channel.run(), name="leader's channel")
         try:
             while not reading.done():
                 await asyncio.wait({reading}, timeout=silence and silence / CHECKS)
-                if silence is not None and not channel.lost and clock() - channel.heard_at > silence:
+                if silence is not None and not channel.lost and clock() - self._led_at > silence:
                     logger.error("leader_silent")
                     channel.close()  # `run` then ends, but not in the middle of a state that is being applied
         finally:
@@ -148,6 +151,7 @@ class Membership:
 
     async def _receive(self, message: Message) -> None:
         """Apply a message of the leader's protocol and acknowledge it."""
+        self._led_at = clock()
         fields, could_act, before = message.fields, self.may_act, self._follower.at
         kind = LEADER_MESSAGES[fields.pop("kind")]
         told: LeaderMessage = kind(**fields, state=message.blob) if kind is StateUpdate else kind(**fields)
@@ -180,6 +184,7 @@ class Membership:
 
     async def _acknowledge(self, message: Message) -> None:
         """Send an ack with a new stamp, after all states that came before this message are applied."""
+        self._led_at = clock()
         self.try_send("ack", **self._follower.make_ack(clock())._asdict())
 
     async def _refused(self, message: Message) -> None:
