@@ -47,7 +47,7 @@ from miles_router.shards.pools import (
     set_loads,
 )
 from miles_router.shards.process_table import ProcessTable
-from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
+from miles_router.shards.proof import prove
 from miles_router.shards.protocol import Ack, Join
 from miles_router.shards.role import ProcessRole
 from miles_router.shards.state import Record, apply_fleet, dump_fleet, own_cache_numbers
@@ -264,7 +264,7 @@ class LeaderRole(ProcessRole):
             return
         self._unproven += 1
         try:
-            await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
+            await prove(reader, writer, self.shards.secret, accepts=True)
         except OSError as error:
             if not isinstance(error, ConnectionAbortedError):  # a probe: it only tested whether the port listens
                 logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})

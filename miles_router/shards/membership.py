@@ -14,7 +14,7 @@ from typing import Any
 from miles_router import tasks
 from miles_router.errors import StateError, StateOutdated, Unavailable
 from miles_router.shards.channel import Channel, Handler, Message
-from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
+from miles_router.shards.proof import prove
 from miles_router.shards.protocol import LEADER_MESSAGES, Follower, LeaderMessage, StateUpdate
 from miles_router.shards.topology import SOCKET, Shard, clock
 from miles_router.state.locks import ByteLocks
@@ -272,7 +272,7 @@ class Membership:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         try:
-            await prove(reader, writer, self.shard.shards.secret, side=CONNECTS, other=ACCEPTS)
+            await prove(reader, writer, self.shard.shards.secret, accepts=False)
         except BaseException:
             writer.close()
             raise
