@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from miles_router.admin.routes import Admin
 from miles_router.asgi.access import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
+from miles_router.asgi.wire import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FleetAnswer
 from miles_router.control.health import HealthMonitor
@@ -26,7 +26,7 @@ from miles_router.errors import Unavailable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.forwarded import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
