@@ -19,8 +19,7 @@ from middleware_hub.auditing.audits import Audits
 from middleware_hub.auditing.routes import audit_routes, audited_episode
 from middleware_hub.auditing.teachers import Teachers
 from middleware_hub.openai_session.agent_apis import AGENT_APIS
-from middleware_hub.openai_session.agent_apis.agent_api import RunSettings
-from middleware_hub.openai_session.agent_apis.policy import RunPolicy
+from middleware_hub.openai_session.agent_apis.agent_api import RunPolicy, RunSettings
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.auditor import SessionAuditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
@@ -33,10 +32,18 @@ from middleware_hub.openai_session.episodes.contract import REFUSE
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, checked_defaults
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, path_in_session, resolve, session_key
+from middleware_hub.openai_session.sessions.contents import REFUSE_FIRST
 from middleware_hub.openai_session.sessions.equality import equality
-from middleware_hub.openai_session.sessions.media import REFUSE_FIRST
-from middleware_hub.openai_session.sessions.store import ID, Bounds, SessionStore
+from middleware_hub.openai_session.sessions.store import (
+    ID,
+    PREFIX,
+    SESSIONS,
+    Bounds,
+    SessionStore,
+    path_in_session,
+    resolve,
+    session_key,
+)
 from middleware_hub.openai_session.turns.endpoint import SessionEndpoint
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.plan import StreamFacts

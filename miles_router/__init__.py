@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from miles_router.asgi.exchange import Exchange, replay
     from miles_router.compat import run_router, run_session_server
     from miles_router.edge import RouterApp
-    from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+    from miles_router.metrics.metrics import Statistics, counter, gauge, histogram
     from miles_router.middlewares.router import Router
     from miles_router.settings.config import MiddlewareSpec, RouterConfig
 
@@ -22,11 +22,11 @@ _HOMES = {
     "Router": "miles_router.middlewares.router",
     "RouterApp": "miles_router.edge",
     "RouterConfig": "miles_router.settings.config",
-    "Statistics": "miles_router.metrics.statistics",
-    "counter": "miles_router.metrics.statistics",
+    "Statistics": "miles_router.metrics.metrics",
+    "counter": "miles_router.metrics.metrics",
     "create_app": "miles_router.app",
-    "gauge": "miles_router.metrics.statistics",
-    "histogram": "miles_router.metrics.statistics",
+    "gauge": "miles_router.metrics.metrics",
+    "histogram": "miles_router.metrics.metrics",
     "replay": "miles_router.asgi.exchange",
     "run_router": "miles_router.compat",
     "run_session_server": "miles_router.compat",

@@ -24,12 +24,12 @@ from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
-from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import LEAST_IN_FLIGHT, Checked, LeastInFlight
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.sources import parse_source
 from miles_router.fleet.worker_url import parse_worker_url
@@ -51,9 +51,9 @@ from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.partial_rollouts.moves import Mover
-from miles_router.pools.apps import Dispatch, Reception
+from miles_router.pools.choice import PoolChoice
 from miles_router.pools.discovery import Discovery
-from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.pools import Dispatch, ModelPool, Pools, Reception
 from miles_router.pools.registrations import Registrations, StandstillRow
 from miles_router.reach.route import Reach
 from miles_router.settings.config import RouterConfig
@@ -112,7 +112,7 @@ def create_app(
     routers |= {name: pools[name].router for name in pools.trained}
     outermost, layers_of = build_stack(dispatch, loaded, routers)
     layers = each_once(chain.from_iterable(layers_of.values()))
-    stack = Reception(outermost, pools)
+    stack = Reception(outermost, pools, PoolChoice(pools).choose)
     pools.one_model_only = any(getattr(layer, "one_model", False) for layer in layers)
     for url in config.worker_urls:
         pools.default.fleet.pool.add_unreached(parse_worker_url(url))

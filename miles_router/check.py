@@ -12,7 +12,7 @@ import orjson
 
 from miles_router.app import create_app
 from miles_router.asgi.exchange import Message, Scope
-from miles_router.asgi.headers import header_texts, raw_headers
+from miles_router.asgi.wire import header_texts, raw_headers
 from miles_router.edge import RouterApp
 from miles_router.engines.events import Event, EventReader
 from miles_router.middlewares.contract import ASGIApp

@@ -12,13 +12,11 @@ from typing import Any
 import orjson
 
 from miles_router.admin.entrance import Entrance
-from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
-from miles_router.asgi.headers import GROUP, first_header
-from miles_router.asgi.origin import check_origin
-from miles_router.asgi.outlet import Outlet
-from miles_router.asgi.path import decode_path
+from miles_router.asgi.access import check_origin
+from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Outlet, Receive, Scope, Send, request_id
+from miles_router.asgi.wire import GROUP, decode_path, first_header
 from miles_router.errors import ClientDisconnected, InternalError, RouterError, UnknownModel, UpstreamBroken
-from miles_router.fleet.affinity import SESSION_PREFIX
+from miles_router.fleet.placement.sessions import SESSION_PREFIX
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.middlewares.loading import each_once

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, progress_of, version_runs
-from miles_router.engines.client_json import read_json
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.models import own_adapters
 from miles_router.errors import WeightsChanged
 from miles_router.middlewares import Event, Exchange, Kind, Receive, Router, Scope, Send, Tap, write_event

@@ -8,8 +8,8 @@ from starlette.routing import BaseRoute, Route
 
 from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.engines.control import ControlRequest
-from miles_router.fleet.affinity import Affinity
-from miles_router.forwarding.outgoing import outgoing
+from miles_router.fleet.placement.sessions import Affinity
+from miles_router.forwarding.forwarded import outgoing
 from miles_router.pools.pools import Pools
 
 #: Query parameter that names the pool.

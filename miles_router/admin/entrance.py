@@ -10,9 +10,8 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from miles_router.admin.control import ControlRoutes
 from miles_router.admin.routes import Admin
-from miles_router.asgi.access import AccessRules, first_segment
+from miles_router.asgi.access import AccessRules, Keys, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.keys import Keys
 from miles_router.asgi.own_routes import OwnRoutes
 from miles_router.engines.known import CLIENT_PATHS
 from miles_router.errors import ConfigError, MethodNotAllowed

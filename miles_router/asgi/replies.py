@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 import orjson
 
 from miles_router.asgi.exchange import UNBOUNDED, Exchange, Message, Receive, Scope, Send
-from miles_router.asgi.headers import RawHeaders, first_header
+from miles_router.asgi.wire import RawHeaders, first_header
 from miles_router.engines.events import Event, EventReader
 from miles_router.errors import UpstreamError
 

@@ -16,7 +16,7 @@ from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.errors import NoWorkerAvailable, UnsupportedByEngine
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.forwarded import Outgoing
 
 if TYPE_CHECKING:
     from miles_router.control.requests import Requests

@@ -15,13 +15,13 @@ from miles_router.control.fan_out import FanOut, FleetAnswer, merge_outcomes, ou
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests, Requests
 from miles_router.engines.actions import Abort, Action, Continue, NameVersion, Pause
-from miles_router.engines.client_json import read_json
 from miles_router.engines.control import BadArguments, ControlRequest
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.known import CONTROL, USUAL, ReadOrder, own_request
 from miles_router.errors import BadRequest, StateError
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.forwarded import Outgoing
 
 logger = logging.getLogger(__name__)
 

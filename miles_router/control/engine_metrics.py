@@ -18,7 +18,7 @@ from miles_router.control.fan_out import FanOut, Outcome
 from miles_router.engines.known import USUAL
 from miles_router.errors import NoWorkerAvailable, PartlyFailed
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.forwarded import Outgoing
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABEL = "worker_addr"

@@ -16,15 +16,15 @@ from typing import Any
 import orjson
 
 from miles_router import tasks
-from miles_router.asgi.headers import RawHeaders, first_header
+from miles_router.asgi.wire import RawHeaders, first_header
 from miles_router.engines.actions import Order
-from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.control import QUICK
+from miles_router.engines.json_bytes import is_too_deep
 from miles_router.engines.known import may_come_twice
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.fleet import UNREACHED_PATIENCE
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.forwarded import Outgoing, send
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import NotAdmitted, Upstream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.wire import RawHeaders
 from miles_router.engines.engine import WITHHELD, Engine, Names
 from miles_router.engines.facts import Facts
 from miles_router.engines.known import ALIVE, DOCUMENTS, KINDS, USUAL, facts_of, read_facts
@@ -50,6 +50,17 @@ class Probes:
             if status == OK:
                 return read_facts({names[0]: body})
         return Facts()
+
+    async def weight_version(self, worker: Worker) -> str | None:
+        """Return the weight version in the worker's answer to the cheap check; None if it reports none.
+
+        Raises:
+            UpstreamError: the worker does not answer, or answers with a server error.
+        """
+        if worker.engine is None:
+            return (await self.liveness(worker)).weight_version
+        status, body = await self._first(worker, worker.engine.alive, self.timeout)
+        return worker.engine.weight_version(body) if status == OK else None
 
     async def sampling_version(self, worker: Worker) -> str | None:
         """Return the weight version that the worker's schedulers use now; None if it is not reported, or if they

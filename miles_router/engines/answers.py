@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from miles_router.engines.scan import Field, Incomplete, value_at
+from miles_router.engines.json_bytes import Field, Incomplete, value_at
 from miles_router.trajectory.pieces import VersionRun, token_array
 from miles_router.trajectory.sampling_mask import SamplingMask
 

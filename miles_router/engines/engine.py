@@ -185,6 +185,10 @@ class Engine(ABC):
     def has_said_all(self, documents: Documents) -> bool:
         """Return whether the documents that identify an engine were answered."""
 
+    def weight_version(self, body: bytes) -> str | None:
+        """Return the weight version in an answer of `alive`; None if it names none."""
+        return self.facts({self.alive[0]: body}).weight_version
+
     @abstractmethod
     def sampling_version(self, body: bytes) -> str | None:
         """Return the weight version that samples now, from an answer of `scheduler`; None if it names none or

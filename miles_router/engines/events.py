@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from miles_router.engines.scan import Field
+from miles_router.engines.json_bytes import Field
 
 DATA = b"data: "
 DONE = b"[DONE]"

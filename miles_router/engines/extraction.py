@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from miles_router.engines.scan import Field
+from miles_router.engines.json_bytes import Field
 from miles_router.errors import UpstreamError
 
 #: Maximum bytes of a field's name and the whitespace around its colon. They are scanned again with each piece.

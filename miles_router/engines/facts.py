@@ -105,3 +105,7 @@ class Facts:
 
 
 _LASTING = tuple(each.name for each in fields(Facts) if each.name not in ("weight_version", "_learned"))
+
+
+class UnkeyedPaths(set[str]):
+    """The paths of one engine process whose requests cannot contain a prefix cache key. Stored with its facts."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from miles_router.engines.engine import Parse
-from miles_router.engines.scan import Field, Incomplete, value_at
+from miles_router.engines.json_bytes import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
 MODEL, ADAPTER = "model", "lora_path"

@@ -20,8 +20,8 @@ import orjson
 from miles_router.engines.engine import Parse
 from miles_router.engines.events import Event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, TEXT
+from miles_router.engines.json_bytes import Field, Incomplete
 from miles_router.engines.known import MADE_NAMES, NAME_FIELDS
-from miles_router.engines.scan import Field, Incomplete
 from miles_router.engines.writing import extended
 
 #: The number of hexadecimal digits in an id that engines or this router make.

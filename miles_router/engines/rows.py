@@ -20,7 +20,7 @@ import orjson
 
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, contains_abort, is_abort, is_unfinished
 from miles_router.engines.events import Event
-from miles_router.engines.scan import Field
+from miles_router.engines.json_bytes import Field
 from miles_router.engines.writing import extended
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 

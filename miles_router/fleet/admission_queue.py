@@ -17,9 +17,9 @@ from itertools import chain
 from math import inf
 from operator import attrgetter
 
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Routing
 from miles_router.errors import NoWorkerAvailable
-from miles_router.fleet.placement.admission import Admission
+from miles_router.fleet.placement.sessions import Admission
 
 #: Seconds between two checks by the first session in the queue.
 POLL_INTERVAL = 0.1

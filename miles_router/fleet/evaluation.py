@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from miles_router.asgi.headers import RawHeaders, first_header
+from miles_router.asgi.wire import RawHeaders, first_header
 from miles_router.errors import BadRequest, WeightsChanged
 
 if TYPE_CHECKING:

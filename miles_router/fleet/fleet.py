@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 
 from miles_router import tasks
 from miles_router.engines.actions import Order, Pause
-from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Engine
 from miles_router.engines.facts import Facts
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.known import USUAL, ReadOrder
 from miles_router.engines.models import possible_adapters
 from miles_router.errors import PartlyFailed, RouterError, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.adapters import current_adapters
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
-from miles_router.fleet.placement.homes import prefill_key
+from miles_router.fleet.placement.sessions import prefill_key
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.snapshot import Snapshot
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, RankFault, Transition, Unit, Worker, WorkerState
 
@@ -169,7 +169,7 @@ class Fleet:
 
     async def _version_of(self, new_worker: Worker) -> str | None:
         with suppress(UpstreamError):
-            return (await self.probes.liveness(new_worker)).weight_version
+            return await self.probes.weight_version(new_worker)
         return None
 
     async def _match_fleet_state(self, new_worker: Worker) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Routing
 from miles_router.engines.known import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused, RouterError
 from miles_router.fleet.admission_queue import AdmissionQueue
-from miles_router.fleet.affinity import SESSION_PREFIX
-from miles_router.fleet.placement.admission import Admission
+from miles_router.fleet.placement.sessions import SESSION_PREFIX, Admission
 
 if TYPE_CHECKING:
     from miles_router.shards.membership import Membership

@@ -17,8 +17,8 @@ import orjson
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.generate import RID, GenerateRequest, UnknownShape
+from miles_router.engines.json_bytes import Field, Incomplete, value_at
 from miles_router.engines.names import may_prefix_others
-from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.errors import BadRequest
 from miles_router.tasks import Pace
 

@@ -20,13 +20,10 @@ from typing import Literal
 
 from miles_router.errors import NoWorkerAvailable, PolicyFault
 from miles_router.fleet.caches import PrefixCaches, new_number
-from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.contract import Policy, placement_request
-from miles_router.fleet.placement.homes import Homes, prefill_key
-from miles_router.fleet.placement.paces import PaceEstimates
+from miles_router.fleet.placement.sessions import Admission, Homes, prefill_key
 from miles_router.fleet.snapshot import why_no_worker
-from miles_router.fleet.worker_table import WorkerTable
+from miles_router.fleet.worker_table import Lease, PaceEstimates, WorkerTable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import (
     ALIVE,

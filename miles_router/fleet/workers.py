@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:  # the settings import this module, and `--help` should not load the engine code
     from miles_router.engines.engine import Engine
     from miles_router.engines.facts import Facts
-    from miles_router.fleet.placement.paces import PaceMeasurements
+    from miles_router.fleet.worker_table import PaceMeasurements
 
 
 class WorkerState(str, Enum):

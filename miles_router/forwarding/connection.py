@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httptools
 
 from miles_router.asgi.backlog import MAX_BACKLOG
-from miles_router.asgi.headers import RawHeaders
-from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
-from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import Pulse
-from miles_router.forwarding.framing import (
+from miles_router.asgi.wire import (
     CHUNKED,
     INLINE_BODY,
     MAX_REPLY_HEAD,
@@ -25,8 +21,12 @@ from miles_router.forwarding.framing import (
     UNTIL_CLOSE,
     ChunkOverhead,
     InvalidFraming,
+    RawHeaders,
     reply_body,
 )
+from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
+from miles_router.fleet.worker_url import WorkerUrl
+from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.reply import Reply
 
 if TYPE_CHECKING:

@@ -11,19 +11,27 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from miles_router.asgi.request_routing import Routing, UsedCache
-from miles_router.engines.client_json import read_json
+from miles_router.asgi.exchange import Routing, UsedCache
 from miles_router.engines.engine import CannotServe, Parts, Translation
-from miles_router.engines.footprint import prompt_tokens
+from miles_router.engines.facts import UnkeyedPaths
+from miles_router.engines.json_bytes import prompt_tokens, read_json
 from miles_router.engines.known import USUAL
 from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, must_rename
 from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
-from miles_router.fleet.lease import Lease
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.workers import DECODE, Unit, Worker
-from miles_router.forwarding.forwarded import AnyReply, Forwarded
-from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
+from miles_router.forwarding.forwarded import (
+    AbandonedRequests,
+    AnyReply,
+    Forwarded,
+    NameUse,
+    Outgoing,
+    PairHistory,
+    UsedNames,
+    send,
+)
 from miles_router.forwarding.pairs import Halves, PairExchange, PairInterrupted, PrefillLost
 from miles_router.forwarding.parts import ask_parts
 from miles_router.forwarding.ranks import Ranks
@@ -31,16 +39,11 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
 from miles_router.forwarding.translating import translation_for
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
-from miles_router.forwarding.used_names import AbandonedRequests, NameUse, UsedNames
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 ABORTED = "the request was aborted while it waited for the fleet to resume"
-
-
-class UnkeyedPaths(set[str]):
-    """The paths of one engine process whose requests cannot contain a prefix cache key. Stored with its facts."""
 
 
 class Forwarder:
@@ -380,11 +383,8 @@ class Forwarder:
         gate = self._fleet.gate
         if gate.holds(routing):
             return True
-        begins = (
-            self._fleet.pool.admission.begins_session(request.key)
-            and not routing.caches
-            and routing.continued_cache is None
-        )
+        continues = routing.caches or routing.continued_cache is not None
+        begins = not continues and self._fleet.pool.admission.begins_session(request.key)
         return begins and gate.queue.must_wait(request.key, prompt_tokens(request.body))
 
     async def wait(self, request: Outgoing, waiting: Routing) -> None:

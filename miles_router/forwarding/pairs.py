@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from miles_router import tasks
-from miles_router.asgi.headers import first_header
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Routing
+from miles_router.asgi.wire import first_header
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import CannotServe
 from miles_router.engines.events import Event
@@ -29,9 +29,9 @@ from miles_router.engines.pairs.joining import first_version, join_answer, join_
 from miles_router.engines.pairs.prefill import PrefillAnswer, has_error, reports_abort
 from miles_router.engines.pairs.request import ROOM_BITS, PairedRequest
 from miles_router.errors import UpstreamBroken, UpstreamError, UpstreamUnreachable
-from miles_router.fleet.lease import Lease
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.workers import BOOTSTRAP_PORT, Worker
-from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
+from miles_router.forwarding.forwarded import Outgoing, PairHistory, send
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import EVENTS, FAILED, OK, HeldReply, RewrittenStream
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from miles_router import tasks
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.wire import RawHeaders
 from miles_router.engines.engine import Parts, Translation
 from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import UpstreamError

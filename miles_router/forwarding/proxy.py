@@ -9,23 +9,20 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first_header
-from miles_router.asgi.outlet import Outlet
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Exchange, Outlet, Receive, Routing, Scope, Send
 from miles_router.asgi.watch import Watch
+from miles_router.asgi.wire import HOP_BY_HOP, RawHeaders, end_to_end, first_header
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
 from miles_router.engines.stream_end import PATHS as STREAMS
 from miles_router.engines.stream_end import StreamEnd
 from miles_router.errors import BadRequest, ClientDisconnected, FleetPaused, UpstreamBroken
-from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.evaluation import HEADER
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
-from miles_router.forwarding.forwarded import AnyReply
+from miles_router.fleet.placement.sessions import Affinity
+from miles_router.forwarding.forwarded import AnyReply, Outgoing, outgoing
 from miles_router.forwarding.forwarder import ABORTED, Forwarder
-from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import CountsBytes, Reply
 from miles_router.forwarding.translated import HeldReply

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from miles_router.asgi.headers import RawHeaders, first_header
-from miles_router.engines.client_json import read_json
+from miles_router.asgi.wire import RawHeaders, first_header
 from miles_router.engines.engine import NO_WISH, CannotServe, RankWish
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.known import USUAL
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Unit
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.forwarded import Outgoing
 from miles_router.forwarding.reply import Reply
 from miles_router.metrics import Metrics
 

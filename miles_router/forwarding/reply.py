@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from miles_router.asgi.backlog import Backlog
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.wire import RawHeaders
 from miles_router.errors import UpstreamError
 
 if TYPE_CHECKING:

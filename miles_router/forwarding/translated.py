@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from miles_router.asgi.headers import RawHeaders, end_to_end, first_header
+from miles_router.asgi.wire import RawHeaders, end_to_end, first_header
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.engine import Translation
 from miles_router.engines.events import Event, EventReader

@@ -10,13 +10,13 @@ import asyncio
 import orjson
 
 from miles_router import tasks
-from miles_router.engines.client_json import read_json
 from miles_router.engines.engine import CannotServe, Engine, Parts, Translation
 from miles_router.engines.generate import GenerateRequest, UnknownShape
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, UpstreamTimeout
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.forwarded import Outgoing, send
 from miles_router.forwarding.upstream import Upstream
 
 OK = 200

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import ssl
 import time
 from collections import deque
@@ -15,14 +16,43 @@ from typing import Any
 
 from miles_router import tasks
 from miles_router.asgi.backlog import Backlog
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.wire import RawHeaders, request_head
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Pulse, Worker, WorkerActivity
 from miles_router.forwarding.connection import Connection
-from miles_router.forwarding.framing import request_head
-from miles_router.forwarding.processes import Processes
 from miles_router.forwarding.reply import Reply
+
+
+class Processes:
+    """A map from a worker's URL to a number for the process there, which shows restarts.
+
+    The kernel closes all connections of a process that ends. So while at least one connection to an address stays open
+    without a gap, the same process is there. A number is valid from the first open connection until the last one
+    closes; a later process gets another number.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._next = itertools.count(1)
+
+    def connected(self, url: str) -> None:
+        """Count a new connection to `url`; the first one gives the process there a new number."""
+        if url not in self._open:
+            self._open[url], self._numbers[url] = 0, next(self._next)
+        self._open[url] += 1
+
+    def disconnected(self, url: str) -> None:
+        """Count a lost connection."""
+        self._open[url] -= 1
+        if not self._open[url]:
+            del self._open[url], self._numbers[url]
+
+    def number(self, url: str) -> int | None:
+        """Return the number of the process at `url`; None if no connection is open, because it is unknown then."""
+        return self._numbers.get(url)
+
 
 #: Bytes read from a socket at once. Measured on 16 MB replies: 256 kB (the event loop's default) costs 1.4 times the
 #: CPU of 1 MB, nearly all of it in system calls; larger sizes gain little.

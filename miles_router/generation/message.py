@@ -8,7 +8,8 @@ from typing import Any
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.chat import tools_of
+from miles_router.engines.openai.chat_parts import looks_for_calls, separates_reasoning
 from miles_router.engines.openai.text_reader import ReadMessage, TextReader
 from miles_router.engines.openai.unfinished import with_unfinished
 from miles_router.engines.parsers import ParsedCall, Parsers, reasoning_marks

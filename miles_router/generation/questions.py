@@ -11,8 +11,8 @@ import orjson
 
 from miles_router import tasks
 from miles_router.asgi.exchange import Exchange
-from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.replies import OK
+from miles_router.asgi.wire import RawHeaders
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.engine import Engine
 from miles_router.engines.facts import Facts

@@ -8,8 +8,16 @@ loop_delay   the delay of the event loop
 """
 
 from miles_router.metrics.loop_delay import LoopDelay
-from miles_router.metrics.metrics import ClientStatistics, GateStatistics, Metrics, StateStatistics
-from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+from miles_router.metrics.metrics import (
+    ClientStatistics,
+    GateStatistics,
+    Metrics,
+    StateStatistics,
+    Statistics,
+    counter,
+    gauge,
+    histogram,
+)
 
 __all__ = [
     "ClientStatistics",

@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from miles_router.metrics.statistics import Statistics, gauge
+from miles_router.metrics.metrics import Statistics, gauge
 
 #: Seconds between measurements, and how many are kept: together one minute, more than the usual scrape interval.
 INTERVAL = 0.05

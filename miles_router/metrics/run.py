@@ -11,7 +11,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from miles_router.fleet.pool import WorkerPool
 
 #: Seconds of an interval; how many non-empty intervals are kept; of how many weight versions totals are kept.
 INTERVAL, INTERVALS, VERSIONS = 10, 720, 64
@@ -80,6 +83,11 @@ class RunSeries:
         self._evaluations: OrderedDict[str | None, Rewards] = OrderedDict()
         #: The time since which all intervals are kept.
         self._since = now() // INTERVAL * INTERVAL
+
+    @classmethod
+    def of(cls, pool: WorkerPool) -> RunSeries:
+        """Return the series of a run whose fleet this is."""
+        return cls(lambda: pool.weight_version)
 
     def record(
         self, sampled: ByVersion, *, given: int, reused: int, cached: object = None, reason: str | None = None

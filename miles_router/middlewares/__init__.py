@@ -8,14 +8,14 @@ depend on the router: `miles_router.engines` (the engines' wire formats) and `mi
 """
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
-from miles_router.asgi.headers import first_header
 from miles_router.asgi.replies import Collected, Kind, Tap
 from miles_router.asgi.watch import Watch
+from miles_router.asgi.wire import first_header
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
-from miles_router.engines.scan import Field
+from miles_router.engines.json_bytes import Field
 from miles_router.fleet.workers import Worker
-from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+from miles_router.metrics.metrics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.tasks import Pace, cancelled, spawn, within

@@ -4,13 +4,12 @@ The classes report progress to clients and the log, and resume a turn that a pau
 `router.resume` is None if turns are not resumed.
 """
 
-from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
+from miles_router.asgi.exchange import Mark
 from miles_router.asgi.replies import UnreadCounter
-from miles_router.asgi.request_routing import Mark
+from miles_router.asgi.watch import Heartbeat, HeartbeatForm
 from miles_router.fleet.evaluation import Evaluation, asks_for_evaluation
-from miles_router.generation.attempt import Attempt, ResumeServices
+from miles_router.generation.attempt import Attempt, ContinuedRequest, FollowingStream, ResumeServices
 from miles_router.generation.chat import ChatGeneration
-from miles_router.generation.continued_request import ContinuedRequest, FollowingStream
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 from miles_router.generation.message import MessageReader
 from miles_router.generation.questions import EngineQuestions

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client.registry import Collector
 
-from miles_router.asgi.exchange import Scope, request_id
-from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
-from miles_router.asgi.origin import base_url
-from miles_router.asgi.path import decode_path
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.access import base_url
+from miles_router.asgi.exchange import Routing, Scope, request_id
+from miles_router.asgi.wire import REQUEST_DROPPED, RawHeaders, decode_path, end_to_end
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.forwarding.forwarded import Forwarded
+from miles_router.forwarding.forwarded import Forwarded, Outgoing
 from miles_router.forwarding.forwarder import Forwarder
-from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.metrics.run import RunSeries
 from miles_router.middlewares.checkpoint import load_generation_config, load_model_config, load_tokenizer
@@ -99,7 +96,7 @@ class Router:
         #: Functions to call with the key of each session that ends.
         self.on_session_end: list[Callable[[str], None]] = []
         #: The statistics of recorded generations and of samples that trainers read.
-        self.run = RunSeries(lambda: fleet.pool.weight_version)
+        self.run = RunSeries.of(fleet.pool)
         fleet.gate.when_waited = self.run.wait
         self._forwarder = forwarder
 

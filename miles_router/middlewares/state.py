@@ -4,7 +4,7 @@ router.store     a journal of blobs by owner that outlives the process; None wit
 router.owners    the owners of names; in a router of several processes, `require` forwards a request to the owner
 """
 
-from miles_router.asgi.headers import header_texts, raw_headers
+from miles_router.asgi.wire import header_texts, raw_headers
 from miles_router.middlewares.contract import BODY_SAYS, HasOwners, Restores
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners
 from miles_router.slots import SLOTS

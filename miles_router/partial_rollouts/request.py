@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.generation.attempt import ResumeServices
-from miles_router.generation.continued_request import ContinuedRequest
+from miles_router.generation.attempt import ContinuedRequest, ResumeServices
 from miles_router.generation.generation import ResumableGeneration
 from miles_router.middlewares.contract import ASGIApp
 

@@ -20,8 +20,7 @@ from miles_router.engines.answers import (
 )
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
-from miles_router.generation.attempt import LAYER, Attempt
-from miles_router.generation.continued_request import FollowingStream
+from miles_router.generation.attempt import LAYER, Attempt, FollowingStream
 from miles_router.generation.generation import ENDED, OPAQUE, RUNNING, CannotResume, ResumableGeneration
 from miles_router.generation.joining import ROWS
 from miles_router.generation.seam import Seam

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from miles_router.asgi.exchange import Exchange, Scope
-from miles_router.asgi.headers import first_header
+from miles_router.asgi.wire import first_header
 from miles_router.engines import models
-from miles_router.engines.client_json import read_json
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.known import USUAL
 from miles_router.errors import BadRequest, UnknownModel
-from miles_router.fleet.affinity import SESSION_PREFIX
 from miles_router.fleet.gate import computes, endpoint
+from miles_router.fleet.placement.sessions import SESSION_PREFIX
 from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
 from miles_router.settings.trained_models import mount_of
 

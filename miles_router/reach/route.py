@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from miles_router.asgi.access import base_url
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.origin import base_url
 from miles_router.asgi.watch import Watch
 from miles_router.errors import BadRequest, Unavailable
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import orjson
 
 from miles_router.asgi.backlog import MAX_BACKLOG
-from miles_router.asgi.deadlines import Deadlines
-from miles_router.asgi.exchange import Scope, request_id
-from miles_router.asgi.outlet import SINK
+from miles_router.asgi.exchange import SINK, Scope, request_id
+from miles_router.asgi.watch import Deadlines
+from miles_router.asgi.wire import CONTINUE, reply_head
 from miles_router.errors import RequestTimeout, RouterError, Unavailable
-from miles_router.forwarding.framing import CONTINUE, reply_head
 from miles_router.serving import client_states as states
 from miles_router.serving.client_request import ClientRequest
 from miles_router.serving.request_reader import BadMessage, RequestReader
@@ -81,7 +80,7 @@ class ClientConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's transports are not subclasses of it
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's transports are not subclasses of it
         self._server_state.connections.add(self)
         template = {
             "type": "http",

@@ -8,8 +8,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Exchange, Message, Scope
-from miles_router.errors import InternalError
-from miles_router.forwarding.framing import (
+from miles_router.asgi.wire import (
     CHUNKED,
     CRLF,
     INLINE_BODY,
@@ -19,6 +18,7 @@ from miles_router.forwarding.framing import (
     InvalidFraming,
     reply_head,
 )
+from miles_router.errors import InternalError
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving import client_states as states
 

@@ -7,7 +7,7 @@ import logging
 import math
 from typing import Any
 
-from miles_router.asgi.deadlines import Deadlines
+from miles_router.asgi.watch import Deadlines
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving.client_connection import ClientConnection

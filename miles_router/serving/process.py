@@ -23,7 +23,7 @@ import uvloop
 from miles_router import log, tasks
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
-from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.pools.registrations import check_state
 from miles_router.serving.server import raise_file_limit, serve_at
 from miles_router.settings.config import RouterConfig

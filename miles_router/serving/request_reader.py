@@ -13,18 +13,18 @@ from typing import Any
 import httptools
 
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.headers import RawHeaders
-from miles_router.errors import BadRequest, InternalError, RouterError
-from miles_router.forwarding.framing import (
+from miles_router.asgi.wire import (
     CHUNKED,
     FRAMING_FIELDS,
     MAX_REQUEST_HEAD,
     NO_BODY,
     ChunkOverhead,
     InvalidFraming,
+    RawHeaders,
     TooMuchAround,
     request_body,
 )
+from miles_router.errors import BadRequest, InternalError, RouterError
 from miles_router.serving.client_request import ClientRequest
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import cast
 import uvicorn
 
 from miles_router import log
-from miles_router.asgi.keys import Keys
+from miles_router.asgi.access import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.fleet.worker_url import parse_worker_url
@@ -122,7 +122,7 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     )
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], connections),
+        http=cast("type[asyncio.Protocol]", connections),
         ws="none",
         loop="uvloop",
         lifespan="on",

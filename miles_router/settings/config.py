@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from miles_router.errors import BadRequest, ConfigError
-from miles_router.fleet.affinity import NAMES, invalid_name_reason
+from miles_router.fleet.placement.sessions import NAMES, invalid_name_reason
 from miles_router.fleet.pool import ReadmitPolicy
 from miles_router.fleet.sources import sources_problem
 from miles_router.fleet.worker_url import parse_worker_url

@@ -17,8 +17,8 @@ from typing import Any
 from miles_router import tasks
 from miles_router.asgi.access import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
 from miles_router.asgi.watch import Watch
+from miles_router.asgi.wire import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
 from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, Unavailable, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint, generates

@@ -22,7 +22,7 @@ from typing import Any
 from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.headers import header_texts, raw_headers
+from miles_router.asgi.wire import header_texts, raw_headers
 from miles_router.control.fan_out import FanOut
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError, StateError, StateOutdated

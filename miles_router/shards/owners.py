@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, suppress
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
 from miles_router.errors import NotFound, Unavailable
-from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import generates
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import BODY_SAYS, ASGIApp
 from miles_router.middlewares.owners import Elsewhere, HeldNames, Owners

@@ -23,12 +23,12 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.access import READING
 from miles_router.asgi.exchange import Exchange
-from miles_router.asgi.headers import HOP_BY_HOP, first_header, header_texts, raw_headers
+from miles_router.asgi.wire import HOP_BY_HOP, first_header, header_texts, raw_headers
 from miles_router.control.fan_out import FleetAnswer
 from miles_router.control.requests import OwnRequests
 from miles_router.errors import Unavailable
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.forwarded import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig

@@ -16,7 +16,7 @@ from statistics import median
 
 import orjson
 
-from miles_router.engines.footprint import sampled_tokens
+from miles_router.engines.json_bytes import sampled_tokens
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool

@@ -17,17 +17,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from middleware_hub.openai_session.agent_apis.agent_api import ReplyWriter
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.history import ParentMatch
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import AgentRequest, Session
 from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.growing import GrowingAnswer
-from miles_router.engines.openai.chat import ChatEndpoint
+from miles_router.engines.openai.chat import ChatEndpoint, tools_by_name
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.rest import missing_deltas
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.engines.parsers.local import FAMILIES, tools_by_name
+from miles_router.engines.parsers.local import FAMILIES
 from tests.support.session_trial import ADD, ASK_ADD, qwen3
 
 HEAD = {"id": "r", "object": "chat.completion.chunk", "created": 1, "model": "m"}

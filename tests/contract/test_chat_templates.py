@@ -15,7 +15,7 @@ import pytest
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, build
 from middleware_hub.openai_session.continuing.templates import Renderer, from_tokenizer
-from middleware_hub.openai_session.sessions.prompting import contexts_of
+from middleware_hub.openai_session.sessions.turn import contexts_of
 from tests.sglang_worker import RealWorker
 from tests.support.chat import TOOLS, whole, with_template
 from tests.support.tokenizers import tokenizer

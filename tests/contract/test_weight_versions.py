@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.engines.sglang.facts import sampling_version
+from miles_router.engines.sglang.engine import sampling_version
 from tests.contract.client import ENDLESS, WorkerClient, covers
 from tests.support.waiting import soon
 

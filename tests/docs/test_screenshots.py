@@ -27,7 +27,8 @@ async def test_pictures_can_be_taken_again(browser: Browser, tmp_path: Path, nam
     for name, taken in zip(names, await SHOTS[names](browser, tmp_path), strict=True):
         kept = (ROOT / "docs" / name).read_bytes()
         assert size_of(taken) == size_of(kept), name
-        assert 0.5 < len(taken) / len(kept) < 2, "run python -m tests.docs.screenshots"
+        # Those of the dashboard show a real run, so they are not equally full.
+        assert 0.25 < len(taken) / len(kept) < 4, "run python -m tests.docs.screenshots"
 
 
 def test_every_picture_stands_on_its_page() -> None:

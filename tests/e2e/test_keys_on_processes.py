@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.fleet.affinity import NAMES, Affinity
+from miles_router.fleet.placement.sessions import NAMES, Affinity
 from miles_router.shards.owners import ShardOwners
 from miles_router.shards.process_table import ProcessTable
 from miles_router.testing import SimulatedWorker

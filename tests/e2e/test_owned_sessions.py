@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory.retrieved import read_safetensors_list

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat import tools_by_name
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.accounting import account
-from miles_router.engines.parsers.local import tools_by_name
 from tests.sglang.environment import ensure, package
 from tests.support.good_answers import GOOD_ANSWERS
 from tests.support.good_answers import TOOLS as GOOD_TOOLS

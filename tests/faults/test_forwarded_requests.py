@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.serving import server
 from miles_router.shards import forwarding
 from tests.support.http import Client, RawReply, request

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Routing
 from miles_router.errors import FleetPaused
 from miles_router.tasks import spawn
 from tests.support.fleet import asked, gate, held, info, post, posting

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.sessions import values
-from miles_router.engines import client_json
+from middleware_hub.openai_session.sessions import messages
+from miles_router.engines import json_bytes
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
 from tests.support.http import RawReply
@@ -26,9 +26,9 @@ PARTS = [{"type": "text", "text": "a"}] * (MOST // 2)
 
 @pytest.fixture
 async def trial(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SessionTrial]:
-    monkeypatch.setattr(client_json, "MAX_VALUES", MOST)
-    monkeypatch.setattr(values, "MAX_VALUES", MOST)
-    monkeypatch.setattr(values, "MAX_IDS", 2 * MOST)
+    monkeypatch.setattr(json_bytes, "MAX_VALUES", MOST)
+    monkeypatch.setattr(messages, "MAX_VALUES", MOST)
+    monkeypatch.setattr(messages, "MAX_IDS", 2 * MOST)
     async with simulated_sessions(stage, more=(MiddlewareSpec(CACHE, {}),), context_len=1000) as made:
         yield made
 
@@ -86,7 +86,7 @@ async def test_ids_and_long_texts_are_not_counted(trial: SessionTrial) -> None:
 
 
 async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage) -> None:
-    many = {"metadata": {"a": ["a"] * values.MAX_VALUES}}
+    many = {"metadata": {"a": ["a"] * messages.MAX_VALUES}}
     async with simulated_sessions(stage) as trial:
         for path, (given, length) in FIELDS.items():
             with case(path):
@@ -134,7 +134,7 @@ async def test_a_prompt_of_very_many_ids_is_refused(trial: SessionTrial) -> None
 
 
 async def test_very_many_halves_of_pairs_are_refused(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_json, "MAX_ESCAPES", 100)
+    monkeypatch.setattr(json_bytes, "MAX_ESCAPES", 100)
     session = await trial.create()
     for count, status in ((100, 200), (101, 400)):
         body = b'{"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "%b"}]}' % (

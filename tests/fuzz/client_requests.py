@@ -20,7 +20,7 @@ import h11
 
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.wire import RawHeaders
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving.clients import ClientConnections

@@ -1,4 +1,4 @@
-"""JSON looked at as bytes: `engines/scan.py`, and what `engines/answers.py` sees of answers without parsing them."""
+"""JSON looked at as bytes: scanners of `engines/json_bytes.py`, and what `engines/answers.py` sees without parsing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from miles_router.engines.answers import contains_abort, finish_reasons, index_of, is_abort, is_unfinished, progress_of
-from miles_router.engines.scan import Field, Incomplete
+from miles_router.engines.json_bytes import Field, Incomplete
 from tests.fuzz.target import Target, dice_of, expand
 
 NAMES = ("finish_reason", "index", "weight_version", "text")

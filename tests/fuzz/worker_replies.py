@@ -1,4 +1,4 @@
-"""What workers answer: `forwarding/connection.py` and `framing.py`, from bytes to one reply.
+"""What workers answer: `forwarding/connection.py` and `asgi/wire.py`, from bytes to one reply.
 
 An input is the method of the request on a line of its own, then everything that the worker sends before it closes.
 """

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.wire import RawHeaders, request_head
 from miles_router.errors import ClientDisconnected, UpstreamError
-from miles_router.forwarding.framing import request_head
 from miles_router.metrics import ClientStatistics
 from miles_router.serving import client_connection, request_reader
 from miles_router.serving.clients import ClientConnections

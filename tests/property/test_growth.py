@@ -12,7 +12,7 @@ import pytest
 
 from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.forwarding.framing import MAX_EXCESS, MAX_REPLY_HEAD, MAX_REQUEST_HEAD
+from miles_router.asgi.wire import MAX_EXCESS, MAX_REPLY_HEAD, MAX_REQUEST_HEAD
 from miles_router.metrics import ClientStatistics
 from miles_router.serving.clients import ClientConnections
 from tests.support.wire import Wire, WorkerEnd

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, build
-from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.openai_session.sessions.turn import Context
 from tests.support.chat import CHATML, TOOLS, Message, family_tokenizer, with_template
 from tests.support.chat import whole as whole_of
 from tests.support.tiers import examples, nightly

@@ -19,8 +19,7 @@ from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.equality import MEANING
 from middleware_hub.openai_session.sessions.history import ParentMatch, SessionHistory
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import contexts_of
-from middleware_hub.openai_session.sessions.turn import Turn, line_ends
+from middleware_hub.openai_session.sessions.turn import Turn, contexts_of, line_ends
 from middleware_hub.openai_session.turns.plan import TurnPlan
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 from tests.support.tiers import examples

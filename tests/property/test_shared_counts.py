@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from miles_router.errors import NoWorkerAvailable
-from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from tests.support.shared_pools import SharedPools
 from tests.support.tiers import examples

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from miles_router.errors import NoWorkerAvailable
-from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.homes import Homes
 from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.placement.sessions import Homes
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from tests.support.tiers import examples

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from middleware_hub.openai_session.continuing.templates import Renderer
-from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.openai_session.sessions.turn import Context
 from tests.support.tokenizers import tokenizer, tokenizer_directory
 
 Message = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from miles_router import log
 from miles_router.app import create_app
-from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.serving.server import banner, listen, raise_file_limit, serve_at
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from tests.support.http import Pairs, RawReply, ask

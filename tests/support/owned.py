@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.fleet.affinity import NAMES, Affinity
+from miles_router.fleet.placement.sessions import NAMES, Affinity
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
 from miles_router.middlewares import owners as owning
 from miles_router.middlewares.state import BODY_SAYS

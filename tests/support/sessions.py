@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.equality import MEANING, Equality
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import contexts_of
+from middleware_hub.openai_session.sessions.session import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
-from middleware_hub.openai_session.sessions.turn import Classification, Turn
+from middleware_hub.openai_session.sessions.turn import Classification, Turn, contexts_of
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from miles_router.engines.openai.choices import Choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from miles_router.fleet.affinity import Affinity
+from miles_router.fleet.placement.sessions import Affinity
 from miles_router.shards.owners import ShardOwners
 from miles_router.shards.topology import Shard, Shards
 

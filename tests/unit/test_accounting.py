@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat import tools_by_name
 from miles_router.engines.parsers import PARSE_ERRORS, Parsers
 from miles_router.engines.parsers.accounting import (
     ARGUMENT_ALTERED,
@@ -18,7 +19,6 @@ from miles_router.engines.parsers.accounting import (
     UNKNOWN_TOOL,
     account,
 )
-from miles_router.engines.parsers.local import tools_by_name
 from tests.support.bare_calls import BARE, DATED, NAMES, UNKNOWN
 from tests.support.good_answers import GOOD_ANSWERS
 from tests.support.written_turns import FAMILIES, TOOLS, cases

@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Routing
 from miles_router.engines.facts import Facts
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.evaluation import Evaluation
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.homes import LONGEST, Homes
 from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.placement.sessions import LONGEST, Homes
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Unit, Worker
 from tests.support.waiting import Clock, settled, soon, until

@@ -14,7 +14,7 @@ from miles_router.client.errors import InvalidReply
 from miles_router.client.router_client import _generate_body
 
 LISTED = "import sys, {}; print(*sorted(name for name in sys.modules if '.' not in name or 'miles_router.' in name))"
-SHARED = {f"miles_router.{name}" for name in ("dialects", "engines", "tasks", "trajectory", "version")}
+SHARED = {f"miles_router.{name}" for name in ("dialects", "engines", "errors", "tasks", "trajectory", "version")}
 SERVER = {"starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "yaml", "transformers", "middleware_hub"}
 
 

@@ -14,10 +14,9 @@ import pytest
 from miles_router.engines.answers import GenerateAnswer, Progress, UnreadableAnswer, finish_reasons, progress_of
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.facts import Facts
-from miles_router.engines.footprint import sampled_tokens
 from miles_router.engines.growing import GrowingAnswer
+from miles_router.engines.json_bytes import Field, Incomplete, sampled_tokens
 from miles_router.engines.known import USUAL, read_facts
-from miles_router.engines.scan import Field, Incomplete
 
 
 def answer(**changed: Any) -> dict[str, Any]:

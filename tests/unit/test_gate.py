@@ -10,8 +10,7 @@ from typing import cast
 import orjson
 import pytest
 
-from miles_router.asgi.exchange import Exchange
-from miles_router.asgi.request_routing import Routing
+from miles_router.asgi.exchange import Exchange, Routing
 from miles_router.errors import FleetPaused, Unavailable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
@@ -107,7 +106,7 @@ class Lease:
 async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
     lease = Lease()
     gate = made()
-    gate.lease = cast(Membership, lease)
+    gate.lease = cast("Membership", lease)
     assert gate.is_open()
     lease.may_act = False
     assert gate.closed

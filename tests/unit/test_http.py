@@ -11,21 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, request_id
-from miles_router.asgi.headers import RawHeaders, header_texts, raw_headers
-from miles_router.asgi.path import decode_path
-from miles_router.engines.client_json import MAX_BRACKETS, MAX_COMMAS, MAX_DEPTH
-from miles_router.errors import BadRequest, BodyTooLarge
-from miles_router.fleet.worker_url import MAX_URL_LENGTH, WorkerUrl, parse_worker_url
-from miles_router.forwarding.framing import (
+from miles_router.asgi.wire import (
     CHUNKED,
     MAX_EXCESS,
     ChunkOverhead,
     InvalidFraming,
+    RawHeaders,
+    decode_path,
+    header_texts,
+    raw_headers,
     reply_body,
     reply_head,
     request_body,
     request_head,
 )
+from miles_router.engines.json_bytes import MAX_BRACKETS, MAX_COMMAS, MAX_DEPTH
+from miles_router.errors import BadRequest, BodyTooLarge
+from miles_router.fleet.worker_url import MAX_URL_LENGTH, WorkerUrl, parse_worker_url
 
 SAID: list[tuple[bytes, str]] = [
     (b"/", "/"),

@@ -11,12 +11,12 @@ import pytest
 from middleware_hub.openai_session.sessions.repaired import is_repair
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat import tools_by_name
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.rest import missing_arguments, missing_deltas
 from miles_router.engines.parsers import FAMILIES as KNOWN
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.engines.parsers.local import tools_by_name
 from miles_router.generation.generation import CannotResume
 from miles_router.generation.message import MessageReader
 from miles_router.generation.questions import EngineQuestions

@@ -12,14 +12,13 @@ import pytest
 
 from miles_router.app import create_app
 from miles_router.engines.facts import Facts
-from miles_router.engines.footprint import prompt_tokens
+from miles_router.engines.json_bytes import prompt_tokens
 from miles_router.errors import ConfigError, PolicyFault
-from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import PlacementRequest, Policy
-from miles_router.fleet.placement.homes import Homes
-from miles_router.fleet.placement.paces import SILENT, PaceEstimates
 from miles_router.fleet.placement.policies import Checked, LeastInFlight
+from miles_router.fleet.placement.sessions import Homes
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.worker_table import SILENT, Lease, PaceEstimates
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Unit, Worker
 from miles_router.settings.config import RouterConfig

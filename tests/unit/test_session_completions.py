@@ -9,8 +9,8 @@ import pytest
 
 from middleware_hub.openai_session.agent_apis.completions import CompletionsApi
 from middleware_hub.openai_session.continuing.continuation import Continuation
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import STRICT
+from middleware_hub.openai_session.sessions.session import AgentRequest
 from middleware_hub.openai_session.sessions.turn import Turn
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan
 from miles_router.engines.answers import UnreadableAnswer

@@ -20,7 +20,7 @@ from middleware_hub.openai_session.continuing.probes import STANDARD, Shape
 from middleware_hub.openai_session.continuing.proof import Proof, prove
 from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
-from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.openai_session.sessions.turn import Context
 from miles_router.errors import ConfigError
 from tests.support.chat import (
     CHATML,

@@ -21,13 +21,15 @@ from middleware_hub.openai_session.episodes.contract import (
     FORGOTTEN,
     SPENT,
     STOPPED,
+    Allowance,
     Budget,
     Freshness,
+    Ledger,
     SessionEnd,
     SessionStatus,
+    allowance,
     restored_end,
 )
-from middleware_hub.openai_session.episodes.episode import Allowance, Ledger, allowance
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import TooManySessions
 from middleware_hub.openai_session.sessions.history import ParentMatch

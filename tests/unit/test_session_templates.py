@@ -21,7 +21,7 @@ from middleware_hub.openai_session.continuing.compiled import make_writer
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotRender, Write, loops_over_parts, prepared
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
-from middleware_hub.openai_session.sessions.prompting import prepared_tool
+from middleware_hub.openai_session.sessions.turn import prepared_tool
 from miles_router.errors import ConfigError
 from tests.support.chat import CHATML, TEMPLATES, TOOLS, checkpoint, conversation, family_tokenizer, with_template
 from tests.support.tokenizers import tokenizer

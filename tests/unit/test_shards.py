@@ -15,9 +15,9 @@ from miles_router.engines.actions import Pause
 from miles_router.fleet.caches import space_numbers
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.worker_table import Lease
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.settings.config import RouterConfig

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Message
-from miles_router.asgi.watch import Watch
+from miles_router.asgi.watch import Deadlines, Watch
 from miles_router.metrics.loop_delay import LoopDelay
 from miles_router.tasks import spawn, together, within
 from tests.support.waiting import PATIENCE, settled, soon

@@ -12,16 +12,11 @@ from typing import Any
 from middleware_hub.openai_session.agent_apis.agent_api import AgentApi, without_nulls
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
-from middleware_hub.openai_session.sessions.contents import readable_contents
-from middleware_hub.openai_session.sessions.fields import Unread, readable_fields
+from middleware_hub.openai_session.sessions.contents import Media, readable_contents, readable_fields
 from middleware_hub.openai_session.sessions.history import ParentMatch
-from middleware_hub.openai_session.sessions.media import Media
-from middleware_hub.openai_session.sessions.messages import Message, checked_messages, only_text
-from middleware_hub.openai_session.sessions.named_calls import named_calls
-from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
-from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.sessions.messages import Message, Unread, checked_messages, named_calls, only_text
+from middleware_hub.openai_session.sessions.session import AgentRequest, PromptIds, Session
+from middleware_hub.openai_session.sessions.turn import Context, Turn, contexts_of
 from miles_router.engines.openai.chat import CONTINUES_FINAL, ChatEndpoint, ids_obstacle
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece

@@ -14,10 +14,9 @@ import numpy as np
 import orjson
 
 from middleware_hub.openai_session.agent_apis.agent_api import AgentApi, without_nulls
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest, PromptIds
 from middleware_hub.openai_session.sessions.history import ParentMatch
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import AgentRequest, PromptIds, Session
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines.openai.completions import CompletionsEndpoint
 from miles_router.errors import BadRequest

@@ -21,8 +21,7 @@ import numpy as np
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.sessions.prompting import Context, read_key, shows_tools
-from middleware_hub.openai_session.sessions.turn import UNRENDERED, Turn
+from middleware_hub.openai_session.sessions.turn import UNRENDERED, Context, Turn, read_key, shows_tools
 from middleware_hub.tokenizing.async_encoder import TextTooLong
 from miles_router.engines import paths
 from miles_router.trajectory.pieces import Tokens

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.openai_session.sessions.turn import Context
 from miles_router.errors import RouterError
 
 #: No template changes this text, and no conversation contains it in front of the answer.

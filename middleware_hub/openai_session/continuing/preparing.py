@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message
-from miles_router.engines import client_json
+from miles_router.engines import json_bytes
 from miles_router.errors import RouterError
 
 #: Fields of a message that SGLang's request model keeps, by role.
@@ -80,7 +80,7 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = client_json.loads(arguments.encode())
+        value = json_bytes.loads(arguments.encode())
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):

@@ -34,7 +34,7 @@ from middleware_hub.openai_session.continuing.probes import (
 from middleware_hub.openai_session.continuing.proof_file import Refusals
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.openai_session.sessions.turn import Context
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.errors import ConfigError
 

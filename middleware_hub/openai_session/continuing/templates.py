@@ -16,9 +16,9 @@ import orjson
 
 from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotRender, Write, loops_over_parts, prepared
 from middleware_hub.openai_session.sessions.messages import Message, function_of
-from middleware_hub.openai_session.sessions.prompting import prepared_tool
+from middleware_hub.openai_session.sessions.turn import prepared_tool
 from middleware_hub.tokenizing.encoding import TextEncoder
-from miles_router.engines import client_json
+from miles_router.engines import json_bytes
 from miles_router.errors import ConfigError
 
 #: The key of the object that wraps invalid arguments; Anthropic's documentation names it for this purpose.
@@ -69,7 +69,7 @@ def _is_object(arguments: object) -> bool:
     if not isinstance(arguments, str):
         return False
     try:
-        return isinstance(client_json.loads(arguments.encode()), dict)
+        return isinstance(json_bytes.loads(arguments.encode()), dict)
     except ValueError:
         return False
 

@@ -10,9 +10,8 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.export.samples import SamplePlan
-from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.sessions.turn import Turn, read_key
 from miles_router.trajectory.json_parts import object_parts
 from miles_router.trajectory.sample import Sample, json_parts, row_parts
 

@@ -31,9 +31,8 @@ from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.export.routes import SAFETENSORS, SessionRoutes
 from middleware_hub.openai_session.export.samples import FACTS, MASK_MISSING, SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.sessions.turn import Turn, read_key
 from miles_router.engines import paths
 from miles_router.trajectory import Sample
 from miles_router.trajectory.safetensors import TensorFile

@@ -10,10 +10,9 @@ import orjson
 
 from middleware_hub.openai_session.export.masks import Decode
 from middleware_hub.openai_session.export.records import Classified, record
-from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.rewards import RewardEntry
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Classification, Turn
+from middleware_hub.openai_session.sessions.turn import Classification, Turn, read_key
 from miles_router.trajectory import Trajectory
 
 #: Above this number of ids and messages, records are streamed instead of collected.

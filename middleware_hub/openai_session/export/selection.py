@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.messages import load_function
-from middleware_hub.openai_session.sessions.prompting import shows_tools
 from middleware_hub.openai_session.sessions.session import Session
-from middleware_hub.openai_session.sessions.turn import Turn
+from middleware_hub.openai_session.sessions.turn import Turn, shows_tools
 from miles_router.errors import BadRequest, ConfigError
 
 #: Selects the leaves that become samples. An operator's own policy chooses among all turns.

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from middleware_hub.openai_session.sessions.equality import Equality
-from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.named_calls import is_unnamed
+from middleware_hub.openai_session.sessions.messages import Message, is_unnamed
 
 if TYPE_CHECKING:
     from middleware_hub.openai_session.sessions.history import HistoryNode

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from middleware_hub.openai_session.sessions.edits import context_edit, message_edit
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import shows_tools
-from middleware_hub.openai_session.sessions.turn import Classification, Turn
+from middleware_hub.openai_session.sessions.turn import Classification, Turn, shows_tools
 
 if TYPE_CHECKING:
     from middleware_hub.openai_session.sessions.history import HistoryMatch, SessionHistory

@@ -11,7 +11,7 @@ from weakref import ref
 
 import orjson
 
-from middleware_hub.openai_session.sessions.agent_request import PromptIds
+from middleware_hub.openai_session.sessions.session import PromptIds
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens

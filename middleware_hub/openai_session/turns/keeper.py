@@ -1,32 +1,66 @@
-"""Enforcement of session contracts on turns: budgets, fixed fields, weight freshness, deadlines and group aborts."""
+"""Enforcement of session contracts on turns: budgets, fixed fields, weight freshness, deadlines, group aborts, and the
+one weight version of an evaluation.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from middleware_hub.openai_session.agent_apis.agent_api import AgentApi
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.episodes.contract import REFUSE, SessionStatus
-from middleware_hub.openai_session.episodes.episode import Allowance, allowance, asked_tokens, choices_of, limit_tokens
+from middleware_hub.openai_session.episodes.contract import (
+    REFUSE,
+    WAIT,
+    Allowance,
+    SessionStatus,
+    allowance,
+    asked_tokens,
+    choices_of,
+    limit_tokens,
+)
 from middleware_hub.openai_session.errors import AnswerCut, ContextOverflow
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import AgentRequest, Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import Turn
-from middleware_hub.openai_session.turns.evaluating import evaluation_of
 from middleware_hub.openai_session.turns.plan import TurnGrant
+from miles_router.engines.answers import ABORT
 from miles_router.engines.generate import RID
 from miles_router.engines.names import is_generated
+from miles_router.engines.openai.choices import Choice
 from miles_router.engines.refusals import Overflow
 from miles_router.errors import BadRequest, Conflict, NotFound, RouterError
 from miles_router.middlewares import Exchange, Pace, Router, spawn, within
+from miles_router.middlewares.generation import Evaluation
+
+
+def evaluation_of(session: Session, router: Router) -> Evaluation | None:
+    """Return the evaluation that a turn of this session belongs to, pinned to the version of the recorded turns."""
+    if not session.is_evaluation:
+        return None
+    waits = session.episode.contract.evaluation == WAIT
+    began = session.turns[0].facts.get("answered_at") if session.turns else None
+    return Evaluation(router.fleet, next(iter(session.weight_versions), None), began, waits=waits)
+
+
+def check_evaluated(session: Session, exchange: Exchange, choices: Sequence[Choice]) -> None:
+    """Check that one weight version sampled an answer and the recorded turns of its session, and that no pause cut it.
+
+    Raises:
+        WeightsChanged: the answer must not be recorded, and the agent must not get it.
+    """
+    if (evaluation := exchange.routing.evaluation) is None:
+        return
+    evaluation.check(*session.weight_versions, *(run.version for choice in choices for run in choice.versions))
+    if any(choice.finish == ABORT for choice in choices) and not exchange.routing.aborted:
+        raise evaluation.cut()
+
 
 #: Seconds that an engine has to end an aborted generation, and seconds between aborts. An abort is repeated because the
 #: engine may not have received the generation yet.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
+from middleware_hub.openai_session.sessions.session import AgentRequest
 from middleware_hub.openai_session.turns.keeper import RunningTurn
 from middleware_hub.openai_session.turns.plan import TurnGrant
 from middleware_hub.openai_session.turns.reply import ReplySender

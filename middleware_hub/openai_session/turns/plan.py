@@ -10,8 +10,8 @@ from typing import Any
 
 from middleware_hub.openai_session.agent_apis.agent_api import AgentApi
 from middleware_hub.openai_session.episodes.contract import SessionStatus
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.replies import RepeatKey
+from middleware_hub.openai_session.sessions.session import AgentRequest
 from middleware_hub.openai_session.turns.raw_turn import RawTurn
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint

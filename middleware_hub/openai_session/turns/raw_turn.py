@@ -12,12 +12,12 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.messages import only_text
+from middleware_hub.openai_session.sessions.session import AgentRequest
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat import CONTINUES_FINAL
-from miles_router.engines.openai.chat_parts import RAW, keeps_special, tools_of
+from miles_router.engines.openai.chat import CONTINUES_FINAL, tools_of
+from miles_router.engines.openai.chat_parts import RAW, keeps_special
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.text_reader import LiveText, TextReader

@@ -13,13 +13,11 @@ from typing import Any
 from middleware_hub.openai_session.agent_apis.agent_api import AgentApi, RunSettings, StreamForm, start_message
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import ContextOverflow, UnusableAnswer
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.messages import refuse_long_turn
+from middleware_hub.openai_session.sessions.session import AgentRequest, Session
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.turn import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
-from middleware_hub.openai_session.sessions.values import refuse_long_turn
-from middleware_hub.openai_session.turns.evaluating import check_evaluated
-from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn
+from middleware_hub.openai_session.turns.keeper import EpisodeKeeper, RunningTurn, check_evaluated
 from middleware_hub.openai_session.turns.leaving import RunToEnd
 from middleware_hub.openai_session.turns.plan import TurnGrant, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawTurn, check_fields, obstacle, written_ids

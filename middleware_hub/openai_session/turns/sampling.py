@@ -18,9 +18,8 @@ from middleware_hub.openai_session.turns.carried_stream import CarriedStream
 from middleware_hub.openai_session.turns.plan import SampledAnswer, StreamFacts, TurnPlan, TurnRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream, RawTurn, written_ids
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender
+from middleware_hub.openai_session.turns.reply import EVENT_STREAM, JSON, ReplySender, TurnTap
 from middleware_hub.openai_session.turns.stream import SHOWN_OTHERWISE, TurnStream
-from middleware_hub.openai_session.turns.turn_tap import TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
@@ -35,7 +34,7 @@ from miles_router.engines.answers import (
 )
 from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import tools_of
+from miles_router.engines.openai.chat import tools_of
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.raw import PARSER_FAILED, can_parse_locally, prompt_of, prompt_request

@@ -12,7 +12,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.agent_apis.agent_api import ReplyWriter
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
+from middleware_hub.openai_session.sessions.session import AgentRequest
 from middleware_hub.openai_session.turns.raw_turn import RawStream
 from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, in_words, is_abort
 from miles_router.engines.events import LAST_EVENT

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import tools_of
+from miles_router.engines.openai.chat import tools_of
 from miles_router.engines.openai.held_deltas import OWN_ENDS
 from miles_router.engines.openai.unfinished import with_unfinished
 from miles_router.engines.parsers import Parsers

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines import client_json, paths
+from miles_router.engines import json_bytes, paths
 from miles_router.engines.answers import (
     ASKS_FOR_MASK,
     MALFORMED,
@@ -32,6 +32,7 @@ from miles_router.engines.openai.chat_stream import (
     without_usage,
 )
 from miles_router.engines.openai.choices import Choice, Chunks
+from miles_router.engines.parsers.reading import Tools
 
 #: Fields that the router adds to a request, for a whole answer and for a stream. The client sees only the results of
 #: fields that the client itself sent.
@@ -76,7 +77,7 @@ def _readable(call: Any) -> Any:
         return call
     return {
         **call,
-        "function": {**function, "arguments": client_json.replace_invalid_unicode(arguments.encode()).decode()},
+        "function": {**function, "arguments": json_bytes.replace_invalid_unicode(arguments.encode()).decode()},
     }
 
 
@@ -229,3 +230,19 @@ def _choice_for_client(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> 
 def _is_empty(choice: Mapping[str, Any]) -> bool:
     values = (choice.get("delta") or {}).values()
     return choice.get("finish_reason") is None and not any(values) and all(value in EMPTY for value in values)
+
+
+def tools_of(fields: Mapping[str, Any]) -> list[Any]:
+    """Return the tools whose calls the engine looks for in the answer."""
+    tools = fields.get("tools")
+    return tools if isinstance(tools, list) and fields.get("tool_choice") != "none" else []
+
+
+def tools_by_name(tools: Sequence[Any]) -> Tools:
+    """Return the parameters' schema of each tool, by the tool's name."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    return {
+        each["name"]: each.get("parameters")
+        for each in functions
+        if isinstance(each, Mapping) and isinstance(each.get("name"), str)
+    }

@@ -14,6 +14,7 @@ from typing import Any
 
 from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSION, VERSIONS, UnreadableAnswer, in_words
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat import tools_of
 
 #: Request fields that turn parsing off.
 RAW = {"separate_reasoning": False, "tool_choice": "none"}
@@ -36,12 +37,6 @@ PARAMS = (
     *("regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark", "stop", "stop_token_ids"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "no_stop_trim"),
 )
-
-
-def tools_of(fields: Mapping[str, Any]) -> list[Any]:
-    """Return the tools whose calls the engine looks for in the answer."""
-    tools = fields.get("tools")
-    return tools if isinstance(tools, list) and fields.get("tool_choice") != "none" else []
 
 
 def looks_for_calls(fields: Mapping[str, Any], facts: Facts) -> bool:

@@ -10,9 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import orjson
 
 from miles_router.engines.answers import MALFORMED, Unreadable, UnreadableAnswer, check_runs, in_words, token_count
-from miles_router.engines.client_json import is_too_deep
 from miles_router.engines.events import Event
 from miles_router.engines.facts import Facts
+from miles_router.engines.json_bytes import is_too_deep
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import VersionRun
 from miles_router.trajectory.sampling_mask import SamplingMask

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.chat import tools_by_name, tools_of
+from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from miles_router.engines.openai.rest import missing_deltas
 from miles_router.engines.parsers import PARSE_ERRORS, Parsers
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import ParsedCall, tool_calls
 
 #: A growing text is parsed again after it grew by 1/256. Parsing with every token would take quadratic time.

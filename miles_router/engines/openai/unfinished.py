@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.chat import tools_by_name, tools_of
+from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning
 from miles_router.engines.parsers import PARSE_ERRORS, Parsers
-from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.chat import tools_by_name, tools_of
+from miles_router.engines.openai.chat_parts import call_id, looks_for_calls, separates_reasoning
 from miles_router.engines.openai.rest import missing_call_deltas
 from miles_router.engines.parsers import PARSE_ERRORS, Parsers
-from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
 
 #: The reason of a message with a call that a local parser does not find in the text.

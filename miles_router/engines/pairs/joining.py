@@ -9,10 +9,10 @@ import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, is_unfinished
 from miles_router.engines.events import Event, write_event
+from miles_router.engines.json_bytes import Field, Incomplete
 from miles_router.engines.pairs.held_rows import JoinedString, RowStrings
 from miles_router.engines.pairs.prefill import PrefillAnswer, index_of, meta_of, metas_of, parse_answer
 from miles_router.engines.pairs.request import PairedRequest, has_value
-from miles_router.engines.scan import Field, Incomplete
 
 SPANS, RETRACTIONS = Field(VERSIONS), Field("num_retractions")
 RETRACTED = "the decode half has retracted the generation, and lost"

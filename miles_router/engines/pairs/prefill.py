@@ -11,8 +11,8 @@ import orjson
 from miles_router.engines import paths
 from miles_router.engines.answers import FINISH_REASON, MALFORMED, VERSION_NAMED, UnreadableAnswer, is_abort
 from miles_router.engines.events import Event, EventReader
+from miles_router.engines.json_bytes import Field, Incomplete
 from miles_router.engines.pairs.held_rows import RowStrings
-from miles_router.engines.scan import Field, Incomplete
 
 ABORTED = b"Aborted by AbortReq"
 COMPLETION_TOKENS = Field("completion_tokens")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from miles_router.engines.json_bytes import Field, Incomplete
 from miles_router.engines.rows import RowFields
-from miles_router.engines.scan import Field, Incomplete
 
 #: The number of bits of a room. A request with several prompts uses consecutive rooms, one for each prompt.
 ROOM_BITS = 62

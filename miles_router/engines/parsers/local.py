@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from miles_router.engines.facts import Facts
 from miles_router.engines.parsers.families.deepseek import DeepSeekMarks, DeepSeekTags
@@ -15,7 +15,7 @@ from miles_router.engines.parsers.families.hermes import Hermes
 from miles_router.engines.parsers.families.kimi import Kimi
 from miles_router.engines.parsers.families.minimax import MiniMax
 from miles_router.engines.parsers.families.qwen_coder import QwenCoder
-from miles_router.engines.parsers.reading import CallFormat, Tools
+from miles_router.engines.parsers.reading import CallFormat
 from miles_router.engines.parsers.thinking import ReasoningFormat, Thinking
 
 Mode = Literal["engine", "local", "hybrid"]
@@ -123,13 +123,3 @@ class Parsers:
             return None
         family = FAMILIES.get(self.family or "")
         return THINKING.get(facts.reasoning_parser or "", family.thinking if family is not None else None)
-
-
-def tools_by_name(tools: Sequence[Any]) -> Tools:
-    """Return the parameters' schema of each tool, by the tool's name."""
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    return {
-        each["name"]: each.get("parameters")
-        for each in functions
-        if isinstance(each, Mapping) and isinstance(each.get("name"), str)
-    }

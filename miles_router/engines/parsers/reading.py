@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from miles_router.engines.client_json import replace_half_surrogates
+from miles_router.engines.json_bytes import replace_half_surrogates
 
 #: The parameters' schema of each tool, by its name.
 Tools = Mapping[str, Any]

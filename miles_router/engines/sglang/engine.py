@@ -1,10 +1,16 @@
-"""The `Engine` implementation for SGLang. No I/O."""
+"""The `Engine` implementation for SGLang, with a parser of the documents in which SGLang describes itself. No I/O.
+
+Source: SGLang 0.5.23, `entrypoints/http_server.py`: `/model_info`, `/server_info` (every server argument, flat) and
+`/openapi.json`; the older `/get_model_info` and `/get_server_info` have the same shapes.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 
@@ -16,9 +22,161 @@ from miles_router.engines.pairs.request import PairedRequest
 from miles_router.engines.paths import MODELS, RESPONSES
 from miles_router.engines.sglang import pairs, paths, questions, ranks, refusals
 from miles_router.engines.sglang.adapters import BY_FIELD, WITH_FIELD, listed_adapters, with_adapter
+from miles_router.engines.sglang.adapters import NAME as ADAPTER_NAME
 from miles_router.engines.sglang.caches import takes_cache_key, with_cache_key
 from miles_router.engines.sglang.control import REQUESTS, order, own_request
-from miles_router.engines.sglang.facts import HALF, model_and_server, read_facts, sampling_version
+from miles_router.engines.sglang.paths import MODEL_INFO, SCHEMA, SERVER_INFO
+
+#: Fields of `/server_info` that change during the life of a process.
+VOLATILE = frozenset({"internal_states", "weight_version"})
+#: The field of `/server_info` with the startup time of the process, in fractions of a second.
+STARTUP = "startup_time"
+#: The field that names the half of a pair.
+HALF = "disaggregation_mode"
+TEMPLATE_SETTINGS = (
+    "chat_template",
+    "hf_chat_template_name",
+    "default_chat_template_kwargs",
+    "trust_request_chat_template",
+)
+
+
+def read_facts(documents: Documents) -> Facts:
+    """Parse the documents. Unreadable parts leave their facts at None."""
+    model, server = model_and_server(documents)
+    schema = documents.get(SCHEMA[0])
+    # `/model_info` follows control requests; `/server_info` keeps the start arguments.
+    both = {**server, **model}
+    endpoints, schemas = (None, None) if schema is None else _read_schema(schema)
+    return Facts(
+        version=_text(server, "version"),
+        model_path=_text(both, "model_path"),
+        served_model_name=_text(both, "served_model_name"),
+        tokenizer_path=_text(both, "tokenizer_path"),
+        model_type=_text(both, "model_type"),
+        weight_version=_version(both),
+        half=_text(both, HALF),
+        dp_size=_ranks(server),
+        tool_call_parser=_text(both, "tool_call_parser"),
+        reasoning_parser=_text(both, "reasoning_parser"),
+        template={name: server[name] for name in TEMPLATE_SETTINGS if name in server} if server else None,
+        incremental_streaming=_flag(server, "incremental_streaming_output", "stream_output"),
+        preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
+        sampling_defaults=_text(server, "sampling_defaults"),
+        lora=_flag(server, "enable_lora"),
+        adapters=_adapters(server),
+        auto_truncate=_flag(server, "allow_auto_truncate"),
+        context_length=_context_length(server),
+        token_capacity=_count(server, "max_total_num_tokens"),
+        endpoints=endpoints,
+        schemas=schemas,
+        process=_process(server),
+    )
+
+
+def model_and_server(documents: Documents) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the JSON of `/model_info` and `/server_info`; {} for one that is missing or unreadable."""
+    return _parse_object(documents.get(MODEL_INFO[0])), _parse_object(documents.get(SERVER_INFO[0]))
+
+
+def _version(info: Mapping[str, Any]) -> str | None:
+    """Return the weight version in the JSON of `/model_info` or `/server_info` as a string, whatever its type."""
+    version = info.get("weight_version")
+    return None if version is None else str(version)
+
+
+def sampling_version(server_info: bytes) -> str | None:
+    """Return the weight version of the schedulers, which stamp the sampled tokens; None if they differ or report none.
+
+    It comes from the `internal_states` in an answer of `/server_info`, one per scheduler. `/model_info` has the version
+    of the HTTP process instead, which only learns of successful updates.
+    """
+    states = _parse_object(server_info).get("internal_states")
+    each_says = states if isinstance(states, list) else ()
+    versions = {_version(each) if isinstance(each, dict) else None for each in each_says}
+    return versions.pop() if len(versions) == 1 else None
+
+
+@functools.lru_cache(maxsize=16)  # parsed by each kind of engine at every check, and at the end of many turns
+def _parse_object(body: bytes | None) -> Mapping[str, Any]:
+    try:
+        parsed = orjson.loads(body or b"")
+        orjson.dumps(parsed)  # orjson parses deeper JSON than it writes, and parts of this are written
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _text(info: Mapping[str, Any], name: str) -> str | None:
+    """Return a string; "" if the value is null, None if it is missing or has another type."""
+    value = info.get(name, False)
+    return "" if value is None else value if isinstance(value, str) else None
+
+
+def _count(info: Mapping[str, Any], name: str) -> int | None:
+    value = info.get(name)
+    return value if type(value) is int and value > 0 else None
+
+
+def _adapters(server: Mapping[str, Any]) -> frozenset[str] | None:
+    """Return the adapter names. `lora_paths` has the start arguments, or a mapping or list of objects per adapter."""
+    listed = server.get("lora_paths")
+    if not isinstance(listed, (list, dict)):
+        return None
+    names = [each.get(ADAPTER_NAME) if isinstance(each, dict) else each for each in listed]
+    return frozenset(name.partition("=")[0] for name in names if isinstance(name, str))
+
+
+def _context_length(server: Mapping[str, Any]) -> int | None:
+    """Return the context length. SGLang reports it only if it was set; else it is the maximum prompt length plus 6."""
+    reported, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
+    return reported or (None if longest is None else longest + 6)
+
+
+def _ranks(server: Mapping[str, Any]) -> int | None:
+    """Return the number of data-parallel ranks. SGLang 0.5.23 reports replicas or attention groups
+    (`runtime_context.num_dp_ranks_of`); before, `dp_size` was both."""
+    replicas, groups = _count(server, "dp_size"), _count(server, "attn_dp_size")
+    return None if replicas is None else replicas * (groups or 1)
+
+
+def _flag(info: Mapping[str, Any], *names: str) -> bool | None:
+    """Return the first of these fields that is present: newer engines renamed some."""
+    value = next((info[name] for name in names if name in info), None)
+    return value if isinstance(value, bool) else None
+
+
+def _mapping(info: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return an object; {} if the value is null. Older SGLang has JSON in a string here."""
+    value = info.get(name, False)
+    if isinstance(value, str):
+        return _parse_object(value.encode()) or None
+    return {} if value is None else value if isinstance(value, dict) else None
+
+
+def _process(server: Mapping[str, Any]) -> bytes | None:
+    """Return a digest of the start arguments and the startup time; None without a startup time. The startup time has
+    many digits, so two processes hardly share it."""
+    if not server.get(STARTUP):
+        return None
+    lasting = {name: value for name, value in server.items() if name not in VOLATILE}
+    return hashlib.sha256(orjson.dumps(lasting, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+@functools.lru_cache(maxsize=8)  # most workers of a fleet have the same schema, which may have a megabyte
+def _read_schema(body: bytes) -> tuple[frozenset[str] | None, Mapping[str, frozenset[str]] | None]:
+    schema = _parse_object(body)
+    paths, components = schema.get("paths"), schema.get("components")
+    schemas = components.get("schemas") if isinstance(components, dict) else None
+    return (
+        frozenset(paths) if isinstance(paths, dict) else None,
+        {name: frozenset(_properties(each)) for name, each in schemas.items()} if isinstance(schemas, dict) else None,
+    )
+
+
+def _properties(schema: object) -> Mapping[str, Any]:
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 class SGLang(Engine):
@@ -66,6 +224,9 @@ class SGLang(Engine):
 
     def has_said_all(self, documents: Documents) -> bool:
         return None not in (documents.get(paths.MODEL_INFO[0]), documents.get(paths.SERVER_INFO[0]))
+
+    def weight_version(self, body: bytes) -> str | None:
+        return _version(_parse_object(body))  # at the end of many turns: no other fact is read
 
     def sampling_version(self, body: bytes) -> str | None:
         return sampling_version(body)

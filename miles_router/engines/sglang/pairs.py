@@ -10,9 +10,9 @@ import orjson
 from miles_router.engines import paths
 from miles_router.engines.engine import CannotServe, Parse
 from miles_router.engines.generate import IDS, IDS_ALIAS, PARAMS, PER_PROMPT, RID, TEXT, GenerateRequest, UnknownShape
+from miles_router.engines.json_bytes import Field
 from miles_router.engines.pairs.request import PairedRequest, has_value
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.engines.scan import Field
 from miles_router.engines.sglang.paths import INVOCATIONS
 from miles_router.engines.writing import extended
 

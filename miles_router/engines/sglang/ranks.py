@@ -10,7 +10,7 @@ from __future__ import annotations
 from miles_router.engines import paths
 from miles_router.engines.engine import NO_WISH, Headers, Parse, RankWish
 from miles_router.engines.facts import Facts
-from miles_router.engines.scan import Field, Incomplete, value_at
+from miles_router.engines.json_bytes import Field, Incomplete, value_at
 from miles_router.engines.sglang.paths import INVOCATIONS
 from miles_router.engines.writing import extended
 

@@ -10,8 +10,7 @@ from miles_router.engines.actions import Order
 from miles_router.engines.engine import Documents, Parse, Translation
 from miles_router.engines.facts import Facts
 from miles_router.engines.sglang import paths
-from miles_router.engines.sglang.engine import SGLang
-from miles_router.engines.sglang.facts import model_and_server
+from miles_router.engines.sglang.engine import SGLang, model_and_server
 from miles_router.engines.sglang_jax.generate import translate, translate_without_adapters
 
 #: A field of `/get_server_info` that no other engine has.

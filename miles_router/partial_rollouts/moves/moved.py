@@ -21,8 +21,7 @@ from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, finish_of, is_abort
 from miles_router.engines.generate import GenerateRequest
 from miles_router.errors import RouterError, UpstreamBroken
-from miles_router.generation.attempt import LAYER, Attempt, ResumeServices, is_failure
-from miles_router.generation.continued_request import FollowingAnswer
+from miles_router.generation.attempt import LAYER, Attempt, FollowingAnswer, ResumeServices, is_failure
 from miles_router.generation.generation import CannotResume, ResumableGeneration
 from miles_router.generation.questions import EngineQuestions
 from miles_router.generation.seam import Seam

@@ -15,9 +15,9 @@ from miles_router.asgi.exchange import Exchange
 from miles_router.control.call import BRIEF
 from miles_router.control.fan_out import FanOut, outgoing_order
 from miles_router.engines.actions import Abort
-from miles_router.engines.client_json import read_json
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import RID
+from miles_router.engines.json_bytes import read_json
 from miles_router.engines.known import USUAL
 from miles_router.errors import BadRequest
 from miles_router.fleet.workers import Role, Worker

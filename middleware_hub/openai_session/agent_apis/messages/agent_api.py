@@ -18,9 +18,8 @@ from middleware_hub.openai_session.agent_apis.messages.request import omits_thin
 from middleware_hub.openai_session.agent_apis.messages.stream import MessagesForm, MessagesWriter
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
 from middleware_hub.openai_session.sessions.equality import Equality, equality_on
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import AgentRequest, Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first_header

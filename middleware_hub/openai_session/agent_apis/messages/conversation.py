@@ -12,10 +12,8 @@ from typing import Any
 from middleware_hub.openai_session.agent_apis.messages.echo import Echo
 from middleware_hub.openai_session.agent_apis.messages.errors import invalid
 from middleware_hub.openai_session.agent_apis.messages.tools import MessagesTools
-from middleware_hub.openai_session.sessions.documents import as_parts, text_of
-from middleware_hub.openai_session.sessions.media import Media
-from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.named_calls import OpenCalls, normalized_id, unnamed_id
+from middleware_hub.openai_session.sessions.contents import Media, as_parts, text_of
+from middleware_hub.openai_session.sessions.messages import Message, OpenCalls, normalized_id, unnamed_id
 
 #: The prefix of a billing block in Claude Code's system prompt. Anthropic's API removes it too.
 BILLING = "x-anthropic-billing-header:"

@@ -20,7 +20,7 @@ from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
 from middleware_hub.openai_session.sessions.repaired import is_repair, plain_value
 from middleware_hub.openai_session.sessions.session import Session
-from miles_router.engines.client_json import nests_too_deep
+from miles_router.engines.json_bytes import nests_too_deep
 
 #: The key of the session's `notes`.
 NOTE = "messages.echo"

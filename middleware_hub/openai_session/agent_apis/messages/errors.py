@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.agent_apis.policy import UNKNOWN_HINT
+from middleware_hub.openai_session.agent_apis.agent_api import UNKNOWN_HINT
 from middleware_hub.openai_session.errors import ContextOverflow
 from miles_router.engines.known import overflow_of
 from miles_router.engines.refusals import Overflow, parsed_refusal, refusal_of

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from middleware_hub.openai_session.agent_apis.agent_api import RequestPolicy, UnknownFields
 from middleware_hub.openai_session.agent_apis.messages.conversation import MessagesConversation
 from middleware_hub.openai_session.agent_apis.messages.echo import Echo
 from middleware_hub.openai_session.agent_apis.messages.errors import invalid, unknown_field
 from middleware_hub.openai_session.agent_apis.messages.tools import MessagesTools, choice_of
-from middleware_hub.openai_session.agent_apis.policy import RequestPolicy, UnknownFields
 from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
+from middleware_hub.openai_session.sessions.turn import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.agent_apis.agent_api import UnknownFields
 from middleware_hub.openai_session.agent_apis.messages.errors import invalid, unknown_field
-from middleware_hub.openai_session.agent_apis.policy import UnknownFields
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
 
 #: Fields of a tool that do not affect the model.

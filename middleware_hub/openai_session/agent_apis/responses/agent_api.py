@@ -18,8 +18,7 @@ from middleware_hub.openai_session.agent_apis.responses.heartbeat import Respons
 from middleware_hub.openai_session.agent_apis.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.agent_apis.responses.stream import ResponsesWriter
 from middleware_hub.openai_session.errors import ContextOverflow
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
-from middleware_hub.openai_session.sessions.session import Session
+from middleware_hub.openai_session.sessions.session import AgentRequest, Session
 from middleware_hub.openai_session.sessions.turn import Turn
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, NotFound, RouterError

@@ -32,10 +32,9 @@ from middleware_hub.openai_session.agent_apis.responses.errors import (
 from middleware_hub.openai_session.agent_apis.responses.forms import CALLS, FUNCTION, CallForm, held_call
 from middleware_hub.openai_session.agent_apis.responses.items import SEALED, response_of, text_of
 from middleware_hub.openai_session.agent_apis.responses.tools import shown_name
-from middleware_hub.openai_session.sessions import documents
-from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, text_of_data
-from middleware_hub.openai_session.sessions.messages import Message
-from middleware_hub.openai_session.sessions.named_calls import OpenCalls, normalized_id, unnamed_id
+from middleware_hub.openai_session.sessions import contents
+from middleware_hub.openai_session.sessions.contents import HINT, KINDS, Media, text_of_data
+from middleware_hub.openai_session.sessions.messages import Message, OpenCalls, normalized_id, unnamed_id
 
 SYSTEM = ("system", "developer")
 #: Items that ask OpenAI's server to compact a history, and its encrypted results.
@@ -296,7 +295,7 @@ class ResponsesConversation:
             return orjson.dumps(output).decode()
         if output is None and item["type"] == "apply_patch_call_output":
             return str(item.get("status"))
-        return self._text({**item, "output": documents.as_parts(output)}, "output", where)
+        return self._text({**item, "output": contents.as_parts(output)}, "output", where)
 
     def _text(self, item: Mapping[str, Any], name: str, where: str) -> str:
         joint = "" if item.get("role") == "assistant" else "\n"
@@ -364,8 +363,8 @@ def _part(part: object, where: str, parts: Mapping[str, str], media: Media | Non
     if part.get("type") is None and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = str(part.get("type"))
-    if media is not None and kind in (documents.DOCUMENT, documents.SEARCH_RESULT, documents.RESOURCE):
-        return documents.text_of(part, where, media)
+    if media is not None and kind in (contents.DOCUMENT, contents.SEARCH_RESULT, contents.RESOURCE):
+        return contents.text_of(part, where, media)
     if kind not in parts:
         return _replace_medium(part, kind, where, media)
     text = part.get(parts[kind], ...)

@@ -14,7 +14,7 @@ from typing import Any
 from middleware_hub.openai_session.agent_apis.agent_api import StreamForm
 from middleware_hub.openai_session.agent_apis.responses.envelope import Envelope
 from middleware_hub.openai_session.agent_apis.responses.stream import ResponsesWriter
-from middleware_hub.openai_session.sessions.agent_request import AgentRequest
+from middleware_hub.openai_session.sessions.session import AgentRequest
 from miles_router.middlewares import write_event
 
 #: The number of an event. `Emitter.emit` writes it as the last field but one, in front of the type.

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from middleware_hub.openai_session.agent_apis.policy import UNKNOWN_HINT, RequestPolicy, UnknownFields
+from middleware_hub.openai_session.agent_apis.agent_api import UNKNOWN_HINT, RequestPolicy, UnknownFields
 from middleware_hub.openai_session.agent_apis.responses.conversation import ResponsesConversation
 from middleware_hub.openai_session.agent_apis.responses.envelope import Envelope, Responses, Settings
 from middleware_hub.openai_session.agent_apis.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.agent_apis.responses.tools import choice_of
 from middleware_hub.openai_session.sessions.messages import Message, message_bytes
-from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
+from middleware_hub.openai_session.sessions.turn import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
 

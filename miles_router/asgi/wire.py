@@ -1,9 +1,15 @@
-"""HTTP/1.1 message framing (RFC 9112) for connections to workers and to clients. No I/O.
+"""HTTP/1.1 on the wire, for connections to workers and to clients: header rules, paths and message framing. No I/O.
 
-`httptools` parses messages that arrive. This module writes the heads of messages that are sent, determines how a body
-ends, and limits the bytes around a chunked body.
+Headers are raw `(name, value)` byte pairs with lower-case names. Their rules are those of a proxy (RFC 9110 section
+7.6.1).
 
-One integer describes a body: its length in bytes, or one of the negative values `CHUNKED`, `UNTIL_CLOSE`, `NO_BODY`.
+The router decides on the decoded path; workers get the original bytes. Ambiguous paths are refused. The engine
+(Starlette's routes), a proxy that merges `//` or resolves `..`, and the router could otherwise read different paths
+from the same bytes (RFC 3986 sections 3.3 and 6.2.2).
+
+Framing (RFC 9112): `httptools` parses messages that arrive. This module writes the heads of messages that are sent,
+determines how a body ends, and limits the bytes around a chunked body. One integer describes a body: its length in
+bytes, or one of the negative values `CHUNKED`, `UNTIL_CLOSE`, `NO_BODY`.
 """
 
 from __future__ import annotations
@@ -11,8 +17,103 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from http import HTTPStatus
+from urllib.parse import unquote_to_bytes
 
-from miles_router.asgi.headers import RawHeaders
+from miles_router.errors import BadRequest
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+#: Fields about one connection, which never cross a proxy, whether or not `Connection` names them.
+HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade"})
+
+#: Fields that the router does not forward to workers. It writes its own Host and Content-Length, and has already
+#: answered `Expect` when it read the body.
+REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+
+
+#: The group of a request; requests of one group can be aborted together.
+GROUP = b"x-group-id"
+#: The usual values of `Connection`; they name only fields that are dropped anyway.
+NAMES_NOTHING = frozenset({b"keep-alive", b"close"})
+
+
+def connection_named(values: Iterable[bytes]) -> frozenset[bytes]:
+    """Return the lower-case field names that the values of `Connection` list."""
+    return frozenset(token.strip().lower() for value in values for token in value.split(b",")) - {b""}
+
+
+def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> RawHeaders:
+    """Return `headers` without the `dropped` fields and the fields that `Connection` names, in the same order."""
+    kept = []
+    named: list[bytes] = []
+    for pair in headers:
+        name = pair[0]
+        if name not in dropped:
+            kept.append(pair)
+        elif name == b"connection" and pair[1].lower() not in NAMES_NOTHING:
+            named.append(pair[1])
+    if named:
+        also_dropped = connection_named(named)
+        kept = [pair for pair in kept if pair[0] not in also_dropped]
+    return kept
+
+
+def header_texts(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Decode `headers` as Latin-1 for JSON."""
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+
+def raw_headers(texts: Iterable[tuple[str, str]]) -> RawHeaders:
+    """Encode text headers as raw headers with lower-case names."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in texts]
+
+
+def first_header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    """Return the value of the first header named `wanted` (lower-case), or None."""
+    for name, value in headers:
+        if name == wanted:
+            return value
+    return None
+
+
+#: A path that is decoded already: its characters need no escape (RFC 3986 `pchar`), and no segment begins with a dot.
+PLAIN = re.compile(rb"/|(?:/[A-Za-z0-9_~!$&'()*+,;=:@-][A-Za-z0-9._~!$&'()*+,;=:@-]*)+/?")
+#: Parents of a last segment that may contain escaped slashes: a worker's URL, or a model name such as `org/model`.
+BEFORE_NAMES = re.compile(rb"(/models/[^/]+)?(/workers|(/sessions/[^/]+)?/v1/models)")
+BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+
+
+def decode_path(raw: bytes) -> str:
+    """Return the decoded path.
+
+    Raises:
+        BadRequest: the path contains a control character, an escaped slash, a backslash, a dot-segment, an empty
+            segment, or an escape that is malformed or not UTF-8.
+    """
+    return raw.decode("ascii") if PLAIN.fullmatch(raw) else _decode_unusual(raw)
+
+
+def _decode_unusual(raw: bytes) -> str:
+    if raw == b"*":  # `OPTIONS *` asks about the whole server
+        return "*"
+    spelled = raw.partition(b"?")[0]  # an empty query is kept with the path, so a `?` may end it
+    if not spelled.startswith(b"/") or b"//" in spelled:
+        raise BadRequest("the path must begin with one slash and have no empty segment")
+    if not spelled.isascii() or BROKEN_ESCAPE.search(spelled):
+        raise BadRequest("the path has a % that does not begin an escape, or a character that must be escaped")
+    try:
+        path = unquote_to_bytes(spelled).decode()
+    except UnicodeDecodeError:
+        raise BadRequest("the path's escapes are not UTF-8") from None
+    if not path.isprintable() or "\\" in path:
+        raise BadRequest("the path has a control character or a backslash")
+    parent, _, name = spelled.rpartition(b"/")
+    if b"%2f" in (parent if name and BEFORE_NAMES.fullmatch(parent) else spelled).lower():
+        raise BadRequest("the path has an escaped slash")
+    if any(segment.partition(";")[0] in (".", "..") for segment in path.split("/")):
+        raise BadRequest("the path has a dot-segment")
+    return path
+
 
 #: A chunk of length zero ends the body.
 CHUNKED = -1
