@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +14,9 @@ from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
 from miles_router.admin.entrance import Entrance
+from miles_router.admin.routes import Admin
 from miles_router.asgi.backlog import Backlog
+from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
@@ -28,8 +30,10 @@ from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import LEAST_IN_FLIGHT, Checked, LeastInFlight
 from miles_router.fleet.placement.sessions import Affinity
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.sources import parse_source
 from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Worker, WorkerActivity
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
@@ -110,10 +114,11 @@ def create_app(
     layers = each_once(chain.from_iterable(layers_of.values()))
     stack = Reception(outermost, pools, PoolChoice(pools).choose)
     pools.one_model_only = any(getattr(layer, "one_model", False) for layer in layers)
-    for url in role.first_workers(config):
+    for url in config.worker_urls:
         pools.default.fleet.pool.add_unreached(parse_worker_url(url))
     registrations = Registrations(store, pools)
-    admin = role.admin(pools, registrations, _described(loaded))
+    admin = Admin(pools, registrations, _described(loaded))
+    role.show(pools, admin)
     control, reach = ControlRoutes(pools), Reach(config.public_url).route()
     entrances = {
         model: Entrance.build(config, role.routes, admin, control, of_model, reach, stack)
@@ -167,20 +172,18 @@ def _pool(
             mount, args, own_store = mount_of(name), None, None if store is None else StoreOfModel(store, name)
             config = replace(config, model_id=name, trained_models=())
         config, tokenizer = replace(config, hf_checkpoint=checkpoint, chat_template_path=None), None
-    workers = role.pool(
-        name,
+    workers = WorkerPool(
         failure_threshold=config.health_check_failure_threshold,
         readmit=config.readmit,
         admission=config.admission,
     )
-    fleet = role.fleet(
+    fleet = Fleet(
         pool=workers,
         gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
         probes=probes,
         fan_out=fan_out,
     )
-    fleet.gate.lease = role.lease
     if store is not None and role.checks_health:
         fleet.save_standstill = StandstillRow(store, name, fleet).save
     metrics.count(fleet, sends=role.sends_requests, decides=role.checks_health)
@@ -193,15 +196,18 @@ def _pool(
         max_answer_bytes=config.max_answer_bytes,
         in_flight=in_flight,
     )
+
+    async def activity(worker: Worker) -> WorkerActivity:
+        return upstream.activity(worker)
+
     health = HealthMonitor(
         fleet,
         probes,
-        role.activity(name, upstream),
+        activity,
         interval=config.health_check_interval,
         deep_interval=config.deep_health_check_interval,
     )
-    control = role.control(
-        name,
+    control = Control(
         fleet=fleet,
         fan_out=fan_out,
         requests=OwnRequests(in_flight, fleet.gate),
@@ -222,7 +228,7 @@ def _pool(
         owners=owners,
         mount=mount,
     )
-    is_paused = role.is_paused(name, health)
+    is_paused: Callable[[str], Awaitable[bool]] = lambda url: health.is_paused(url)  # noqa: E731  # may be replaced
     innermost: ASGIApp = Proxy(
         forwarder,
         metrics,
@@ -246,7 +252,9 @@ def _pool(
             resume_lost=config.resume_on_worker_loss,
         )
         innermost = PartialRollouts(innermost, router.resume)
-    return ModelPool(name, router, innermost, health, lambda: _looking_after(role, fleet, health, stalls, mover))
+    pool = ModelPool(name, router, innermost, health, lambda: _looking_after(role, fleet, health, stalls, mover))
+    role.connect(pool)
+    return pool
 
 
 def policy_named(name: str) -> Policy:

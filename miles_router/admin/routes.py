@@ -48,7 +48,8 @@ class Admin:
         self._pools = pools
         self.registry = WorkerRegistry(pools, registrations)
         self._router = pools.default.router
-        self._stack = stack
+        #: The middlewares, outermost first. The leader shows those of its shards.
+        self.stack = stack
         #: The sources of `GET /metrics` and `GET /router/info`. With several processes, `shards/` replaces them by
         #: functions that merge the answers of all processes.
         self.metrics_text: Callable[[], Awaitable[bytes]] = self.own_metrics
@@ -165,7 +166,7 @@ class Admin:
             "gate": self._router.gate.describe(),
             **({"pools": self._each_pool()} if self._pools.named else {}),
             "workers": [worker.describe() for worker in self._pools.workers],
-            "middlewares": self._stack,
+            "middlewares": self.stack,
             "statistics": self.statistics(),
             "config": {name: shown(config, name) for name in FIELDS},
         }

@@ -13,7 +13,7 @@ from miles_router.control.effects import effect_of
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, merge_outcomes, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.control.requests import Requests
+from miles_router.control.requests import OwnRequests, Requests
 from miles_router.engines.actions import Abort, Action, Continue, NameVersion, Pause
 from miles_router.engines.control import BadArguments, ControlRequest
 from miles_router.engines.json_bytes import read_json
@@ -34,7 +34,7 @@ class Control:
         *,
         fleet: Fleet,
         fan_out: FanOut,
-        requests: Requests,
+        requests: OwnRequests,
         health: HealthMonitor,
         extra: Iterable[str] = (),
         read_timeout: float = BRIEF,
@@ -43,7 +43,8 @@ class Control:
         self.by_path: dict[str, ControlRequest] = {**{path: own_request(path) for path in extra}, **CONTROL}
         #: Middleware callbacks that end their part of a group when it is aborted.
         self.group_listeners = requests.group_listeners
-        self.requests = requests
+        #: The requests in flight; in the leader those of all shards.
+        self.requests: Requests = requests
         #: In a shard: sends control requests to the leader, and the leader's value of `may_silence`.
         self.relay: Callable[[str, Outgoing, str], Awaitable[FleetAnswer]] | None = None
         self.leader_may_silence = False

@@ -48,6 +48,8 @@ class HealthMonitor:
     ) -> None:
         #: Returns the signs of life of a worker that did not answer.
         self.activity = activity
+        #: Returns whether another program has paused the worker at a URL. A shard asks the leader.
+        self.is_paused: Callable[[str], Awaitable[bool]] = self.probe_is_paused
         self._excused: set[Worker] = set()  # silent workers that stay routable because requests run on them
         self._fleet = fleet
         self._pool = fleet.pool
@@ -121,7 +123,7 @@ class HealthMonitor:
             self._running[worker.url] = task
             task.add_done_callback(lambda _: self._running.pop(worker.url, None))
 
-    async def is_paused(self, url: str) -> bool:
+    async def probe_is_paused(self, url: str) -> bool:
         """Probe the worker at `url`, and return whether another program has paused it; it gets no traffic then."""
         worker = self._pool.find(url)
         if worker is None:

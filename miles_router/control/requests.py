@@ -32,9 +32,6 @@ class GroupEnd(NamedTuple):
 class Requests(Protocol):
     """The requests in flight of one pool."""
 
-    #: Middleware callbacks that end their part of a group when it is aborted.
-    group_listeners: list[GroupListener]
-
     async def abort(self, rid: str | None) -> list[Aborted]:
         """Mark the requests that an abort means (all for None) as aborted, and release the ones that wait at the
         gate."""
@@ -54,6 +51,7 @@ class OwnRequests:
     """The requests in flight of this process."""
 
     def __init__(self, in_flight: InFlight, gate: Gate) -> None:
+        #: Middleware callbacks that end their part of a group when it is aborted.
         self.group_listeners: list[GroupListener] = []
         self.in_flight = in_flight
         self._gate = gate
@@ -94,8 +92,8 @@ class OwnRequests:
                 routing.stop(Conflict(f"group {group!r} was aborted"))
         return GroupEnd(found, [failure for failure in failures if failure is not None])
 
-    async def ids_at(self, url: str) -> set[str]:
-        return self.in_flight.ids_at(url)
+    async def ids_at(self, url: str) -> list[str]:
+        return sorted(self.in_flight.ids_at(url))
 
 
 def _end_for_listener(group: str | int) -> Callable[[GroupListener], Awaitable[StateError | None]]:

@@ -21,7 +21,7 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import ALIVE, READY, Assignment, spawn
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.topology import LEASE, Shard, Shards, random_generation
+from miles_router.shards.topology import LEASE, Shard, Shards
 from miles_router.version import __version__
 
 try:
@@ -60,9 +60,7 @@ class Actor:
             self._leader, self._leader_file = leader, directory / "leader"
             threading.Thread(target=self._follow_leader, daemon=True).start()
             place = Shard(shards, index, directory, "http://{}:{}".format(*self._address), self._leader_file)
-        self._process, self._read = spawn(
-            Assignment(config, args, place, os.getpid(), random_generation(), listener=listener.fileno())
-        )
+        self._process, self._read = spawn(Assignment(config, args, place, os.getpid(), 1, listener=listener.fileno()))
         listener.close()
         self._status, self._stopping = b"", False
         threading.Thread(target=self._watch, daemon=True).start()

@@ -13,7 +13,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.serving.process import run_leader, serve_shard
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
-from miles_router.shards.topology import LEASE, Shard, Shards, random_generation
+from miles_router.shards.topology import LEASE, Shard, Shards
 
 #: Minimum length of the secret, in characters.
 MIN_SECRET = 16
@@ -43,9 +43,7 @@ def serve_part(config: RouterConfig, options: Namespace) -> None:
         with tempfile.TemporaryDirectory(prefix="miles-router-") as directory:
             url = options.url or f"http://{socket.gethostname()}:{port}"
             shard = Shard(shards, options.shard, Path(directory), url, options.join, shown=not config.public_url)
-            serve_shard(
-                config, None, shard, random_generation(), sock, started=lambda: log.show(banner(config, (host, port)))
-            )
+            serve_shard(config, None, shard, sock, started=lambda: log.show(banner(config, (host, port))))
     finally:
         log.flush()
 

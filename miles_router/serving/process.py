@@ -55,7 +55,7 @@ class Assignment:
     Attributes:
         place: a `Shard` for a shard, `Shards` for the leader.
         parent: the process id of its parent; it is killed when the parent ends.
-        generation: a number that no other process of this router on this machine has or had.
+        generation: the number of processes that its parent has started, with this one.
         directory: the directory with the router's sockets; only for the leader on one machine.
         listener: descriptor of the socket to listen on.
         own: descriptor of a second listening socket that no other process uses.
@@ -138,7 +138,7 @@ def main(given: IO[bytes]) -> None:
     try:
         if isinstance(place, Shard):
             assert listener is not None
-            serve_shard(config, assigned.args, place, assigned.generation, listener, own, started)
+            serve_shard(config, assigned.args, place, listener, own, started)
         else:
             term = assigned.generation if place.local else None
             run_leader(config, assigned.args, place, assigned.directory, listener, term, report_alive, ready)
@@ -175,7 +175,6 @@ def serve_shard(
     config: RouterConfig,
     args: Namespace | None,
     shard: Shard,
-    generation: int,
     listener: socket.socket,
     own: socket.socket | None = None,
     started: Callable[[], None] = lambda: None,
@@ -185,18 +184,16 @@ def serve_shard(
     Raises:
         ConfigError: a setting is invalid.
     """
-    local = shard.shards.local
     membership = Membership(shard, os.getpid(), _kill_this)
     is_running: Callable[[int], bool] = lambda other: membership.url_of(other) is not None  # noqa: E731  # as a value
-    if local:
+    if shard.shards.local:
         table = ProcessTable(shard.directory)
         membership.before_start = partial(table.record_start, shard.index)
         is_running = lambda other: table.process_id(other) != 0  # noqa: E731
     affinity = Affinity(config.affinity_names)
-    check = None if local else membership.check
-    owners = ShardOwners(shard, affinity, url_of=membership.url_of, is_running=is_running, check=check)
-    membership.on_shard_lost = owners.abort_forwarded
-    app = create_app(config, args=args, role=ShardRole(membership, generation=generation), owners=owners)
+    owners = ShardOwners(shard, affinity, url_of=membership.url_of, is_running=is_running, check=membership.check)
+    membership.on_shard_lost = owners.forwarding.abort_requests
+    app = create_app(config, args=args, role=ShardRole(membership), owners=owners)
     serve_at(app, listener, started, own=own)
 
 

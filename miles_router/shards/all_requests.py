@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from miles_router.control.call import GroupListener
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.errors import StateError
 from miles_router.shards.coordinator import ShardCoordinator
@@ -15,7 +14,6 @@ class AllRequests:
     """An implementation of `control.requests.Requests` that asks every shard."""
 
     def __init__(self, pool: str, coordinator: ShardCoordinator) -> None:
-        self.group_listeners: list[GroupListener] = []  # each shard has its own
         self._pool = pool
         self._coordinator = coordinator
 

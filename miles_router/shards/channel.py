@@ -1,7 +1,7 @@
 """Messages between a leader and a shard on one connection: requests and replies in both directions.
 
-A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Messages of the types in `ordered` are
-handled one after the other, in the order sent. All others are handled concurrently.
+A frame is two lengths (32 bits, big-endian), a JSON object and bytes. Requests are handled concurrently. Messages
+without a reply are handled one after the other, in the order sent.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from miles_router import tasks
 from miles_router.errors import RouterError
+from miles_router.shards.topology import clock
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,6 @@ MAX_UNSENT, MAX_QUEUED = 1 << 20, 1 << 28
 FAILED = "failed"
 
 Fields = Mapping[str, Any]
-
-
-class ChannelLost(Exception):
-    """The other process has gone or no longer replies."""
 
 
 class Message(NamedTuple):
@@ -50,36 +47,33 @@ class Channel:
 
     Args:
         handlers: by message type.
-        ordered: the types that are handled one after the other.
     """
 
     def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        handlers: Mapping[str, Handler],
-        ordered: frozenset[str] = frozenset(),
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handlers: Mapping[str, Handler]
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._handlers = handlers
-        self._ordered = ordered
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, asyncio.Future[Message | None]] = {}
         self._handling: set[asyncio.Task[None]] = set()
         self.lost = False
+        #: The time of the last message.
+        self.heard_at = clock()
 
     async def run(self) -> None:
-        """Read and handle messages until the connection ends. Pending `ask` calls then raise ChannelLost."""
+        """Read and handle messages until the connection ends. Pending `ask` calls then return None."""
         try:
             while True:
                 message = await self._read()
+                self.heard_at = clock()
                 answers = message.fields.pop("answers", None)
                 if answers is not None:
                     waiting = self._pending.get(answers)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(message)
-                elif message.fields["message_type"] in self._ordered:
+                elif "request" not in message.fields:
                     await self._handle(message)
                 else:
                     task = tasks.spawn(self._handle(message), name=f"handle {message.fields['message_type']}")
@@ -100,7 +94,7 @@ class Channel:
         return Message(fields, await self._reader.readexactly(blob) if blob else b"")
 
     async def _handle(self, message: Message) -> None:
-        number, message_type = message.fields.pop("number", None), message.fields.pop("message_type")
+        number, message_type = message.fields.pop("request", None), message.fields.pop("message_type")
         frame = _frame({FAILED: message_type, "answers": number}, b"")
         try:
             fields, blob = await self._handlers[message_type](message) or Message({})
@@ -133,21 +127,20 @@ class Channel:
             return
         self._writer.writelines(_frame({**fields, "message_type": message_type}, blob))
 
-    async def ask(self, message_type: str, blob: bytes = b"", **fields: Any) -> Message:
-        """Send a request and return its reply.
+    async def ask(self, message_type: str, blob: bytes = b"", **fields: Any) -> Message | None:
+        """Send a request and return its reply, or None if the connection is lost before.
 
         Raises:
-            ChannelLost: the connection is lost, so no reply will come.
             RouterError: the handler in the other process failed; that process logs the reason.
         """
         if self._gone:
-            raise ChannelLost(f"{message_type}: the connection to the other process is lost")
+            return None
         number = next(self._numbers)
         self._pending[number] = waiting = asyncio.get_running_loop().create_future()
         try:
-            self._writer.writelines(_frame({**fields, "message_type": message_type, "number": number}, blob))
-            answer: Message = await waiting
-            if FAILED in answer.fields:
+            self._writer.writelines(_frame({**fields, "message_type": message_type, "request": number}, blob))
+            answer: Message | None = await waiting
+            if answer is not None and FAILED in answer.fields:
                 raise RouterError(
                     f"another process of the router failed to handle {message_type!r}; its log has the reason"
                 )
@@ -156,13 +149,13 @@ class Channel:
             del self._pending[number]
 
     def close(self) -> None:
-        """Close the connection and fail pending `ask` calls. May be repeated."""
+        """Close the connection and end pending `ask` calls. May be repeated."""
         if self.lost:
             return
         self.lost = True
         for waiting in self._pending.values():
             if not waiting.done():
-                waiting.set_exception(ChannelLost("the connection to the other process was lost"))
+                waiting.set_result(None)
         with suppress(OSError, RuntimeError):
             self._writer.transport.abort()
 

@@ -10,40 +10,35 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_router import tasks
 from miles_router.errors import RouterError
-from miles_router.shards.channel import Channel, ChannelLost, Message
+from miles_router.shards.channel import Channel, Message
 from miles_router.shards.peer_loads import PoolLoad, subtract_load, sum_loads
-from miles_router.shards.protocol import Ack, ActiveInstance, Join, Leader, LeaseRenewal, Outbox, StateUpdate, Welcome
+from miles_router.shards.protocol import Ack, ActiveInstance, Join, Leader, Outbox
 from miles_router.shards.topology import Shards, clock
 
 logger = logging.getLogger(__name__)
 
 #: Seconds in which a shard on the same machine must follow; and seconds in which a shard must report its numbers.
 FOLLOW_TIMEOUT, REPLY_TIMEOUT = 10.0, 2.0
-#: Seconds between two checks whether a process has ended or a lease has run out.
-POLL_INTERVAL = 0.02
+#: Seconds between two checks whether all shards follow; and between two rounds until a leader on one machine is open.
+POLL_INTERVAL, OPENING_ROUND = 0.005, 0.02
 #: How often within one lease the leader confirms that it is the last one; and the seconds between two rounds on one
 #: machine, where it always is.
 ROUNDS_PER_LEASE, LOCAL_ROUND = 10, 1.0
 
 
-class ShardConnection:
+class ShardConnection(NamedTuple):
     """One connection of an instance."""
 
-    def __init__(self, channel: Channel, join: Join, url: str) -> None:
-        self.channel = channel
-        self.join = join
-        self.url = url
-        self.last_message_at = clock()
-        #: The task that asks for its load.
-        self.load_task: asyncio.Task[bool] | None = None
+    channel: Channel
+    join: Join
+    url: str
 
 
 class ShardCoordinator:
@@ -69,16 +64,14 @@ class ShardCoordinator:
         self._confirm = confirm
         self._process_id_at = process_id_at
         self.leader: Leader
-        #: Whether `dump_state` returns a complete state yet.
-        self.is_restored = False
+        #: Set once `dump_state` returns a complete state.
+        self.restored = asyncio.Event()
         self._connections: dict[str, ShardConnection] = {}
         #: The last known URL of each shard.
         self._urls: dict[int, str] = {}
         #: The loads of each instance, by pool.
         self._loads: dict[str, dict[str, PoolLoad]] = {}
-        self._encoded_state: tuple[int, bytes] = (-1, b"")
         self._wakeup = asyncio.Event()
-        self._progress: asyncio.Future[None] | None = None
 
     # Leading
 
@@ -91,8 +84,6 @@ class ShardCoordinator:
             term,
             clock(),
             first=first,
-            stored=((0, 0), None),
-            local=shards.local,
             one_leader_at_a_time=not shards.shared_state,
         )
 
@@ -100,7 +91,7 @@ class ShardCoordinator:
         """Activate instances and renew their leases, until cancelled."""
         shards = self.shards
         every = LOCAL_ROUND if shards.local else shards.lease / ROUNDS_PER_LEASE
-        opening = POLL_INTERVAL if shards.local else every
+        opening = OPENING_ROUND if shards.local else every
         while True:
             self._record_ended_processes()
             began = clock()
@@ -108,9 +99,8 @@ class ShardCoordinator:
                 self._send(self.leader.renew(began, clock()))
                 for connection in tuple(self._connections.values()):
                     connection.channel.try_send("ping")  # a waiting instance would take silence for a lost leader
-                    if clock() - connection.last_message_at > shards.lease:  # its machine or network is lost
+                    if clock() - connection.channel.heard_at > shards.lease:  # its machine or network is lost
                         connection.channel.close()
-                self._signal_progress()
             with suppress(TimeoutError):
                 await tasks.within(every if self.leader.open else opening, self._wakeup.wait(), name="wait for a shard")
             self._wakeup.clear()
@@ -122,7 +112,7 @@ class ShardCoordinator:
         if before is not None:
             before.channel.close()
         self._send(self.leader.join(connection.join, clock()))
-        self._wake()
+        self._wakeup.set()
 
     def remove_connection(self, connection: ShardConnection) -> None:
         """Handle a lost connection. The shard may still act."""
@@ -130,19 +120,11 @@ class ShardCoordinator:
         if self._connections.get(join.instance) is connection:
             del self._connections[join.instance]
             self.leader.disconnect(join.shard, join.instance)
-            self._wake()
+            self._wakeup.set()
 
     def record_ack(self, connection: ShardConnection, ack: Ack) -> None:
-        join, connection.last_message_at = connection.join, clock()
-        self.leader.record_ack(join.shard, join.instance, ack, clock())
-        if join.shard not in self.leader.acting(clock()):
-            self._wake()
-        self._signal_progress()
-
-    @property
-    def open(self) -> bool:
-        """Whether the leader may decide."""
-        return self.leader.open
+        if self.leader.record_ack(connection.join.shard, connection.join.instance, ack, clock()):
+            self._wakeup.set()
 
     def acting(self) -> dict[int, ActiveInstance]:
         """Return the instances that may act, by shard."""
@@ -161,10 +143,6 @@ class ShardCoordinator:
                 self._urls[shard] = self._connections[each.instance].url
         return {str(shard): url for shard, url in self._urls.items() if shard in acting}
 
-    def _wake(self) -> None:
-        self._wakeup.set()
-        self._signal_progress()
-
     def _record_ended_processes(self) -> None:
         if self._process_id_at is None:
             return
@@ -177,29 +155,17 @@ class ShardCoordinator:
     def _send(self, outbox: Outbox) -> None:
         """Send the protocol's messages. An instance without a connection gets them when it connects."""
         for instance, message in outbox:
-            connection = self._connections.get(instance)
-            if connection is None:
-                continue
-            if isinstance(message, Welcome):
-                connection.channel.send("welcome", term=message.term, epoch=message.epoch)
-            elif isinstance(message, StateUpdate):
-                connection.channel.send("state", self._encoded(message), term=message.term, at=message.number)
-            elif isinstance(message, LeaseRenewal):
-                connection.channel.send("renewal", term=message.term, stamp=message.stamp)
-            else:
-                connection.channel.send("end", term=message.term)
-
-    def _encoded(self, message: StateUpdate) -> bytes:
-        if self._encoded_state[0] != message.number:
-            self._encoded_state = message.number, json.dumps(message.state).encode()
-        return self._encoded_state[1]
+            if (connection := self._connections.get(instance)) is not None:
+                fields = message._asdict()
+                state = fields.pop("state", None)
+                connection.channel.send("protocol", state or b"", kind=type(message).__name__, **fields)
 
     # Deciding
 
     def publish(self) -> None:
         """Decide and publish the current state if it has changed."""
-        if self.is_restored and (written := self._dump_state()) != self.leader.state:
-            self._send(self.leader.decide(written, clock()))
+        if self.restored.is_set() and (state := json.dumps(self._dump_state()).encode()) != self.leader.state:
+            self._send(self.leader.decide(state, clock()))
 
     async def wait_for_shards(self) -> None:
         """Return when every shard that may act is connected and acts by the current state.
@@ -209,84 +175,42 @@ class ShardCoordinator:
         self.publish()
         number, since = self.leader.number, dict[str, float]()
         while lagging := self._lagging(number):
-            await self._wait_for_progress()
             now = clock()
             since = {each.instance: since.get(each.instance, now) for each in lagging.values()}
-            if self.shards.local:
-                ended = [
-                    (shard, each) for shard, each in lagging.items() if now - since[each.instance] > FOLLOW_TIMEOUT
-                ]
-                await asyncio.gather(*(self._kill(*each) for each in ended))
+            for instance, began in since.items():
+                if self.shards.local and now - began > FOLLOW_TIMEOUT:
+                    _kill(process_id_of(instance))  # it counts as acting until its parent has seen its end
+                    since[instance] = now
+            await asyncio.sleep(POLL_INTERVAL)
 
     def _lagging(self, number: int) -> dict[int, ActiveInstance]:
         disconnected = {shard: each for shard, each in self.acting().items() if each.instance not in self._connections}
         return {**self.leader.lagging(number, clock()), **disconnected}
 
-    async def _wait_for_progress(self) -> None:
-        if self._progress is None or self._progress.done():
-            self._progress = asyncio.get_running_loop().create_future()
-        await asyncio.wait({self._progress}, timeout=POLL_INTERVAL)
-
-    def _signal_progress(self) -> None:
-        if self._progress is not None and not self._progress.done():
-            self._progress.set_result(None)
-
-    async def _kill(self, shard: int, lagging: ActiveInstance) -> None:
-        """Kill a shard's process. Return when it has ended, with all its connections closed."""
-        process = process_id_of(lagging.instance)
-        with suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(process)
-            try:
-                if self.acting().get(shard) is not lagging:
-                    return
-                logger.error("process_does_not_follow", extra={"fields": {"process": process}})
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                loop, ended = asyncio.get_running_loop(), asyncio.Event()
-                loop.add_reader(descriptor, ended.set)
-                try:
-                    await ended.wait()
-                finally:
-                    loop.remove_reader(descriptor)
-            finally:
-                os.close(descriptor)
-        if self.leader.acting(clock()).get(shard) is lagging:
-            self.leader.record_end(shard, clock())
-
     # Loads
+
+    def record_loads(self, connection: ShardConnection, message: Message) -> None:
+        """Record the loads that a shard reports, by pool."""
+        loads = {name: PoolLoad(*load) for name, load in message.fields["loads"].items()}
+        self._loads[connection.join.instance] = loads
 
     async def refresh_loads(self) -> bool:
         """Ask all shards for their loads. Return whether every acting shard has answered."""
+        answered = await asyncio.gather(*map(self._refresh_load, tuple(self._connections.values())))
         self._forget_ended_instances()
-        asked = tuple(self._connections.values())
-        replied = await asyncio.gather(*map(self._refresh_load, asked))
-        known = {each.join.instance for each, has in zip(asked, replied, strict=True) if has}
-        return all(each.instance in known for each in self.acting().values())
+        return {each.instance for each in self.acting().values()}.issubset(answered)
 
-    async def refresh_loads_within(self, patience: float) -> None:
-        """Ask all shards for their loads, for at most `patience` seconds.
-
-        A shard whose reply is late is not asked again before it has answered.
-        """
-        self._forget_ended_instances()
-        asked = set[asyncio.Task[bool]]()
-        for each in self._connections.values():
-            if each.load_task is None or each.load_task.done():
-                each.load_task = tasks.spawn(self._refresh_load(each), name=f"load of shard {each.join.shard}")
-            asked.add(each.load_task)
-        if asked:
-            await asyncio.wait(asked, timeout=patience)
+    async def _refresh_load(self, connection: ShardConnection) -> str | None:
+        """Ask a shard for its loads. Return its instance if it has answered."""
+        reply = await _ask_in_time(connection, "loads")
+        if reply is None:
+            return None
+        self.record_loads(connection, reply)
+        return connection.join.instance
 
     def _forget_ended_instances(self) -> None:
         known = {*self._connections, *(each.instance for each in self.acting().values())}
         self._loads = {instance: loads for instance, loads in self._loads.items() if instance in known}
-
-    async def _refresh_load(self, connection: ShardConnection) -> bool:
-        reply = await _ask_in_time(connection, "loads")
-        if reply is not None:
-            self._loads[connection.join.instance] = {
-                name: PoolLoad(*load) for name, load in reply.fields["loads"].items()
-            }
-        return reply is not None
 
     def load_of(self, pool: str) -> PoolLoad:
         """Return the load of all shards in a pool."""
@@ -294,6 +218,7 @@ class ShardCoordinator:
 
     def send_peer_loads(self, pools: Sequence[str]) -> None:
         """Send each shard the load of all others."""
+        self._forget_ended_instances()
         whole = {name: self.load_of(name) for name in pools}
         for instance, connection in self._connections.items():
             own = self._loads.get(instance, {})
@@ -303,41 +228,15 @@ class ShardCoordinator:
     # Asking
 
     async def ask_all(self, message_type: str, **fields: Any) -> list[Message]:
-        """Return the replies of all acting shards. A shard that ends before its reply is left out."""
-        await self.wait_for_shards()
-        acting = self.acting()
-        asked = [(shard, each) for shard, each in acting.items() if each.instance in self._connections]
-        answers = await asyncio.gather(*(self._ask(shard, each, message_type, fields) for shard, each in asked))
-        return [each for each in answers if each is not None]
+        """Return the replies of all acting shards. A shard whose connection is lost before its reply is left out.
 
-    async def _ask(
-        self, shard: int, active: ActiveInstance, message_type: str, fields: dict[str, Any]
-    ) -> Message | None:
-        """Return one shard's reply, or None if it ends first.
-
-        A reply may take long, as long as the process answers pings meanwhile.
+        A shard that hangs is waited for until its parent kills it, or until `lead` closes its connection.
         """
-        channel = self._connections[active.instance].channel
-        asking = tasks.spawn(_answer_unless_lost(channel, message_type, fields), name=f"ask shard {message_type}")
-        try:
-            while not asking.done():
-                await asyncio.wait({asking}, timeout=FOLLOW_TIMEOUT)
-                if not asking.done():
-                    try:
-                        await tasks.within(FOLLOW_TIMEOUT, channel.ask("ping"), name="ping")
-                    except TimeoutError:
-                        if self.shards.local:
-                            await self._kill(shard, active)
-                        channel.close()
-            answer: Message | None = asking.result()
-            return answer
-        except ChannelLost:
-            return None
-        finally:
-            if not asking.done():
-                asking.cancel()
-            elif not asking.cancelled():
-                asking.exception()
+        await self.wait_for_shards()
+        acting = [each.instance for each in self.acting().values() if each.instance in self._connections]
+        asking = [self._connections[instance].channel.ask(message_type, **fields) for instance in acting]
+        answers = await asyncio.gather(*asking)
+        return [each for each in answers if each is not None]
 
     async def ask_responsive(self, message_type: str) -> list[Message]:
         """Return the replies of the shards that answer within `REPLY_TIMEOUT` seconds."""
@@ -347,26 +246,19 @@ class ShardCoordinator:
         return [each for each in answers if each is not None]
 
 
-async def _answer_unless_lost(channel: Channel, message_type: str, fields: Mapping[str, Any]) -> Message | None:
-    """Return a shard's reply, or None if the connection is lost: that is no failure of the task."""
-    try:
-        return await channel.ask(message_type, **fields)
-    except ChannelLost:
-        return None
-
-
-def new_instance_id(process: int) -> str:
-    """Return the id of a new instance: its process id and a random part."""
-    return f"{process}-{secrets.token_hex(8)}"
+def _kill(process: int) -> None:
+    logger.error("process_does_not_follow", extra={"fields": {"process": process}})
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 def process_id_of(instance: str) -> int:
-    """Return the process id of an instance."""
+    """Return the process id of an instance, with which its name begins."""
     return int(instance.partition("-")[0])
 
 
 async def _ask_in_time(connection: ShardConnection, message_type: str) -> Message | None:
     """Return one shard's reply, or None if there is none in time."""
-    with suppress(ChannelLost, TimeoutError, RouterError):  # RouterError: the shard has logged its failure
+    with suppress(TimeoutError, RouterError):  # RouterError: the shard has logged its failure
         return await tasks.within(REPLY_TIMEOUT, connection.channel.ask(message_type), name=message_type)
     return None

@@ -16,7 +16,6 @@ from typing import Any
 
 from miles_router import tasks
 from miles_router.asgi.access import READING
-from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.watch import Watch
 from miles_router.asgi.wire import REQUEST_DROPPED, RawHeaders, end_to_end, first_header, header_texts, raw_headers
@@ -84,7 +83,7 @@ class Forwarding:
     def __init__(self, url_of: Callable[[int], str | None]) -> None:
         self.statistics = ForwardStatistics()
         self._url_of = url_of
-        self._upstream = Upstream(connect_timeout=CONNECT_TIMEOUT)
+        self.upstream = Upstream(connect_timeout=CONNECT_TIMEOUT)
         self._pulse = Pulse()
         self._forwarded: Counter[int] = Counter()
         self._asks: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_ASKS))
@@ -107,7 +106,7 @@ class Forwarding:
         with self._limited(owner), Watch(receive):
             exchange.forwarded = True
             try:
-                reply = await self._open(FORWARD, owner, scope, scope["headers"], exchange.request_id, body, once=once)
+                reply = await self._open(FORWARD, owner, scope, scope["headers"], body, once=once)
                 try:
                     await relay(reply, send, self.statistics)
                 finally:
@@ -123,23 +122,21 @@ class Forwarding:
         `Owners.ask`."""
         own = dict(raw_headers(headers.items()))
         pairs = [pair for pair in scope["extensions"][ORIGINAL_HEADERS] if pair[0] not in own] + [*own.items()]
+
+        async def answer() -> tuple[int, Mapping[str, str], bytes]:
+            async with self._asks[owner]:
+                reply = await self._open(ASK, owner, scope, pairs, body)
+                try:
+                    return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
+                finally:
+                    reply.close()
+
         self.statistics.questions += 1
-        work = self._ask(owner, scope, pairs, Exchange.of(scope).request_id, body)
         try:
-            return await (work if patience is None else tasks.within(patience, work, name="ask another shard"))
+            return await (answer() if patience is None else tasks.within(patience, answer(), name="ask another shard"))
         except (UpstreamError, TimeoutError):
             self.statistics.unavailable += 1
             raise Unavailable(f"shard {owner} of the router does not answer; ask again") from None
-
-    async def _ask(
-        self, owner: int, scope: Scope, headers: RawHeaders, request_id: str, body: bytes
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        async with self._asks[owner]:
-            reply = await self._open(ASK, owner, scope, headers, request_id, body)
-            try:
-                return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
-            finally:
-                reply.close()
 
     @contextmanager
     def _limited(self, owner: int) -> Iterator[None]:
@@ -153,34 +150,23 @@ class Forwarding:
             self._forwarded[owner] -= 1
 
     async def _open(
-        self,
-        purpose: bytes,
-        owner: int,
-        scope: Scope,
-        headers: RawHeaders,
-        request_id: str,
-        body: bytes,
-        *,
-        once: bool = False,
+        self, purpose: bytes, owner: int, scope: Scope, headers: RawHeaders, body: bytes, *, once: bool = False
     ) -> Reply:
-        url, method = self._url_of(owner), scope["method"]
+        url, method, exchange = self._url_of(owner), scope["method"], Exchange.of(scope)
         host = first_header(headers, b"host") or _host_of(scope)  # the name by which the client knows the router
         if url is None:
             self.statistics.unavailable += 1
             raise Unavailable(f"shard {owner} of the router owns this and is not connected; ask again")
         kept = end_to_end(headers, DROPPED)
-        kept += [(b"x-request-id", request_id.encode("ascii")), (HOP, purpose)]
-        target = Exchange.of(scope).mount.encode() + scope["raw_path"]
+        kept += [(b"x-request-id", exchange.request_id.encode("ascii")), (HOP, purpose)]
+        target = exchange.mount.encode() + scope["raw_path"]
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
         repeatable = method in READING or purpose == ASK or (not once and _is_named_turn(scope["path"], kept))
         try:
-            address = parse_worker_url(url)
-            if host is not None:
-                address = replace(address, authority=host)
-            return await self._upstream.open(
-                address, method, target, kept, body, pulse=self._pulse, once=not repeatable
-            )
+            shard = parse_worker_url(url)
+            address = shard if host is None else replace(shard, authority=host)
+            return await self.upstream.open(address, method, target, kept, body, pulse=self._pulse, once=not repeatable)
         except UpstreamUnreachable as error:
             untaken = (error.refused or error.exhausted) and not error.written
             if untaken or repeatable:
@@ -191,17 +177,9 @@ class Forwarding:
                 f"shard {owner} of the router was lost while it was asked; it may have done what was asked"
             ) from None
 
-    def share_backlog(self, backlog: Backlog) -> None:
-        """Count bytes buffered for slow clients in the router's common backlog."""
-        self._upstream.backlog = backlog
-
     def abort_requests(self, url: str) -> None:
         """Abort all requests to a shard that may no longer act."""
-        self._upstream.give_up(parse_worker_url(url), self._pulse, "the shard that had this is lost")
-
-    async def close(self) -> None:
-        """Abort all requests and close all connections."""
-        await self._upstream.close()
+        self.upstream.give_up(parse_worker_url(url), self._pulse, "the shard that had this is lost")
 
 
 def _is_named_turn(path: str, headers: RawHeaders) -> bool:

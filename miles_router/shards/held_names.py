@@ -7,7 +7,6 @@ call and survives any end of the process.
 from __future__ import annotations
 
 import mmap
-import os
 from collections import OrderedDict
 from hashlib import blake2b
 from pathlib import Path
@@ -29,12 +28,9 @@ class MappedHeldNames(HeldNames):
 
     def __init__(self, path: Path, capacity: int) -> None:
         places = 2 * capacity
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(file, places * HASH)  # sparse: only used pages take memory
-            self._map = mmap.mmap(file, places * HASH)
-        finally:
-            os.close(file)
+        with path.open("a+b") as file:
+            file.truncate(places * HASH)  # sparse: only used pages take memory
+            self._map = mmap.mmap(file.fileno(), places * HASH)
         self._lost: OrderedDict[bytes, int] = OrderedDict()
         self._held: dict[bytes, int] = {}
         self._free: list[int] = []

@@ -12,8 +12,10 @@ import logging
 import math
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,10 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.exchange import Scope
 from miles_router.asgi.wire import header_texts, raw_headers
-from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError, StateError, StateOutdated
 from miles_router.fleet.caches import space_numbers
-from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.standstill import restore_standstill
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerActivity
@@ -38,13 +37,19 @@ from miles_router.settings.config import RouterConfig
 from miles_router.shards.all_requests import AllRequests
 from miles_router.shards.channel import Channel, Message
 from miles_router.shards.coordinator import ShardConnection, ShardCoordinator
-from miles_router.shards.leadership import Leadership, PlatformLeadership, StoredLeadership
+from miles_router.shards.leadership import Leadership, StoredLeadership
 from miles_router.shards.merged_view import MergedView
-from miles_router.shards.pools import distrust_weights, leader_pool, release_idle_workers, retiring_workers, set_loads
+from miles_router.shards.pools import (
+    distrust_weights,
+    make_leader_pool,
+    release_idle_workers,
+    retiring_workers,
+    set_loads,
+)
 from miles_router.shards.process_table import ProcessTable
-from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
+from miles_router.shards.proof import prove
 from miles_router.shards.protocol import Ack, Join
-from miles_router.shards.role import ProcessRole, without_keys
+from miles_router.shards.role import ProcessRole
 from miles_router.shards.state import Record, apply_fleet, dump_fleet, own_cache_numbers
 from miles_router.shards.topology import SOCKET, Shards, clock
 from miles_router.slots import CONTROL
@@ -52,12 +57,10 @@ from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two checks for changes that no request has asked for.
+#: Seconds between two checks for changes that no request has asked for, and between two reports of loads.
 INTERVAL = 0.1
 #: The most connections that have not proved yet that they know the secret. Further ones are closed.
 MAX_UNPROVEN = 256
-#: Section names of the decided state: the prefix of each pool's section, and the section of the shards' URLs.
-POOL, URLS = "pool ", "urls"
 
 
 class LeaderRole(ProcessRole):
@@ -90,13 +93,12 @@ class LeaderRole(ProcessRole):
         self._directory = directory
         self._listener = listener
         self._on_replaced = on_replaced
-        self._leadership: Leadership = PlatformLeadership(term)
+        self._leadership = Leadership(term)
         self._config: RouterConfig  # the settings as given: shards need what this process leaves out
         self._pools: Pools
         self._channels: set[Channel] = set()
         self._unproven = 0
-        self._ready = asyncio.Event()
-        self._merged_view: MergedView
+        self._admin: Admin
         self._registrations: Registrations
         process_id_at = None if directory is None else ProcessTable(directory).process_id
         self.coordinator = ShardCoordinator(shards, self._dump_state, self.confirm_leadership, process_id_at)
@@ -105,72 +107,59 @@ class LeaderRole(ProcessRole):
     # The parts of the router
 
     def config(self, config: RouterConfig) -> RouterConfig:
+        """Return the settings without keys and middlewares, since only shards reach this process, and without workers:
+        it is not known yet whether an earlier leader ran.
+        """
         self._config = config
-        return without_keys(config)
-
-    def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """Return none: it is not known yet whether an earlier leader ran."""
-        return ()
-
-    def pool(self, name: str, **settings: Any) -> WorkerPool:
-        return leader_pool(**settings)
-
-    def fleet(self, **parts: Any) -> Fleet:
-        fleet = Fleet(**parts)
-        fleet.wait_until_applied = self.coordinator.wait_for_shards
-        fleet.subscribe(self._publish_soon)
-        return fleet
+        nothing: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"))
+        return replace(config, worker_urls=(), middlewares=(), otel=False, dashboard=False, **nothing)
 
     def fan_out(self, upstream: Upstream) -> FanOut:
         return FanOut(upstream) if self.shards.local else FanOut(upstream, self.confirm_leadership, self.is_sole_leader)
 
-    def control(self, name: str, **parts: Any) -> Control:
-        return Control(**{**parts, "requests": AllRequests(name, self.coordinator)})
+    def connect(self, pool: ModelPool) -> None:
+        fleet = pool.fleet
+        make_leader_pool(fleet.pool)
+        fleet.wait_until_applied = self.coordinator.wait_for_shards
+        fleet.subscribe(self._publish_soon)
+        pool.router.control.requests = AllRequests(pool.name, self.coordinator)
+        pool.health.activity = partial(self._activity, pool.name)
 
-    def activity(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[WorkerActivity]]:
-        """Return a function that asks the shards, which have the requests, for a worker's activity."""
+    async def _activity(self, pool: str, worker: Worker) -> WorkerActivity:
+        """Ask the shards, which have the requests, for a worker's activity."""
+        answers = await self.coordinator.ask_all("activity", pool=pool, url=worker.url)
+        found = [WorkerActivity(*each) for answer in answers for each in answer.fields["found"]]
+        return WorkerActivity(
+            min((each.silent_seconds for each in found), default=math.inf), any(each.has_requests for each in found)
+        )
 
-        async def asked(worker: Worker) -> WorkerActivity:
-            answers = await self.coordinator.ask_all("activity", pool=name, url=worker.url)
-            found = [WorkerActivity(*each) for answer in answers for each in answer.fields["found"]]
-            return WorkerActivity(
-                min((each.silent_seconds for each in found), default=math.inf), any(each.has_requests for each in found)
-            )
-
-        return asked
-
-    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
-        admin = Admin(pools, registrations, stack)
-        self._merged_view = MergedView(admin, pools, self.coordinator, self._config)
-        return admin
+    def show(self, pools: Pools, admin: Admin) -> None:
+        self._pools, self._admin = pools, admin
+        MergedView(admin, pools, self.coordinator, self._config)
 
     async def restore(self, registrations: Registrations) -> None:
-        """Open the store of leadership only: workers are restored once it is known whether an earlier leader ran."""
+        """Claim the leadership. Workers are restored once it is known whether an earlier leader ran."""
         self._registrations = registrations
-        if not self.shards.local and registrations.store is not None:
-            try:
-                self._leadership = StoredLeadership(registrations.store)
-            except StateError as error:
-                raise ConfigError(f"state_dir: {error}") from None
-
-    @asynccontextmanager
-    async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """Listen for shards and lead. Connected shards provide the state that an earlier leader decided."""
-        self._pools = pools
         try:
+            if not self.shards.local and registrations.store is not None:
+                self._leadership = StoredLeadership(registrations.store)
             term, first = await self._leadership.claim()
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
         self.coordinator.start_term(term, first=first)
+
+    @asynccontextmanager
+    async def running(self, pools: Pools) -> AsyncIterator[None]:
+        """Listen for shards and lead. Connected shards provide the state that an earlier leader decided."""
         leading = [tasks.spawn(self.coordinator.lead(), name="lead")]
         server = await self._listen()
         try:
-            while not self.coordinator.open:  # noqa: ASYNC110  # shards, and time, are waited for
+            while not self.coordinator.leader.open:  # noqa: ASYNC110  # shards, and time, are waited for
                 await asyncio.sleep(INTERVAL / 10)
-            await self._take_over(self.coordinator.leader.state or {})
+            await self._take_over(self.coordinator.leader.state)
             leading += [
                 tasks.spawn(self._publish_changes(), name="publish changes"),
-                tasks.spawn(self._exchange_loads(), name="exchange loads"),
+                tasks.spawn(self._send_peer_loads(), name="send peer loads"),
             ]
             yield
         finally:
@@ -212,11 +201,12 @@ class LeaderRole(ProcessRole):
 
     # Taking over
 
-    async def _take_over(self, sections: dict[str, Any]) -> None:
-        for name, record in sections.items():
-            if name.startswith(POOL):
-                await self._restore_pool(await get_or_open_pool(self._pools, name[len(POOL) :]), record)
-        if sections:
+    async def _take_over(self, state: bytes | None) -> None:
+        if state:
+            for name, record in json.loads(state)["pools"].items():
+                fleet = (await self._pools.open(name)).fleet
+                restore_standstill(fleet, record)
+                apply_fleet(record, fleet, own_cache_numbers(0).__next__)
             space_numbers(max((each.caches.number for each in self._pools.workers), default=0))
             for pool in self._pools:
                 distrust_weights(pool.fleet.pool)
@@ -229,20 +219,13 @@ class LeaderRole(ProcessRole):
             for url in self._config.worker_urls:
                 self._pools.default.fleet.pool.add_unreached(parse_worker_url(url))
             await self._pools.default.health.first_checks()
-        self._ready.set()
-        self.coordinator.is_restored = True
+        self.coordinator.restored.set()
         self.coordinator.publish()
-
-    async def _restore_pool(self, pool: ModelPool, record: Record) -> None:
-        fleet = pool.fleet
-        restore_standstill(fleet, record)
-        numbers = own_cache_numbers(0)
-        apply_fleet(record, fleet, lambda: next(numbers))
 
     # Decisions
 
     def _dump_state(self) -> dict[str, Any]:
-        return {URLS: self.coordinator.urls(), **{POOL + pool.name: self._section(pool) for pool in self._pools}}
+        return {"urls": self.coordinator.urls(), "pools": {pool.name: self._section(pool) for pool in self._pools}}
 
     def _section(self, pool: ModelPool) -> Record:
         control = pool.router.control
@@ -255,13 +238,11 @@ class LeaderRole(ProcessRole):
 
     def _publish_soon(self, transition: Transition) -> None:
         """Publish the state in the next loop iteration, after all changes that belong together."""
-        if self._ready.is_set():
-            asyncio.get_running_loop().call_soon(self.coordinator.publish)
+        asyncio.get_running_loop().call_soon(self.coordinator.publish)
 
-    async def _exchange_loads(self) -> None:
+    async def _send_peer_loads(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL)
-            await self.coordinator.refresh_loads_within(INTERVAL)
             self.coordinator.send_peer_loads([pool.name for pool in self._pools])
 
     async def _publish_changes(self) -> None:
@@ -283,12 +264,10 @@ class LeaderRole(ProcessRole):
             return
         self._unproven += 1
         try:
-            await prove(reader, writer, self.shards.secret, side=ACCEPTS, other=CONNECTS)
-        except ConnectionAbortedError:  # a probe: it only tested whether the port listens
-            writer.close()
-            return
+            await prove(reader, writer, self.shards.secret, accepts=True)
         except OSError as error:
-            logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})
+            if not isinstance(error, ConnectionAbortedError):  # a probe: it only tested whether the port listens
+                logger.warning("connection_not_authenticated", extra={"fields": {"reason": str(error)}})
             writer.close()
             return
         finally:
@@ -296,57 +275,59 @@ class LeaderRole(ProcessRole):
         await self._welcome(reader, writer)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections: list[ShardConnection] = []
+        joined: ShardConnection | None = None  # None for a refused shard
 
         async def join(message: Message) -> None:
+            nonlocal joined
             fields = message.fields
             if (reason := self._refusal(fields)) is not None:
                 logger.error("shard_refused", extra={"fields": {"url": fields["url"], "reason": reason}})
                 channel.send("refused", reason=reason)
                 return
-            # This leader's clock is behind the previous leader's clock.
-            if fields["at"][0] > self.coordinator.leader.term:
-                logger.error("leader_outdated", extra={"fields": {"term": fields["at"][0]}})
+            shard, instance, has_lease, (term, number) = fields["join"]
+            if term > self.coordinator.leader.term:  # this leader's clock is behind the previous leader's clock
+                logger.error("leader_outdated", extra={"fields": {"term": term}})
                 self._on_replaced()
                 return
             self._pools.one_model_only |= fields["one_model_only"]
-            self._merged_view.stack = fields["stack"]
-            state = json.loads(message.blob) if message.blob else None
-            term, number = fields["at"]
-            asked = Join(fields["shard"], fields["instance"], fields["has_lease"], (term, number), state)
-            connections.append(ShardConnection(channel, asked, fields["url"]))
-            self.coordinator.add_connection(connections[0])
+            self._admin.stack = fields["stack"]
+            asked = Join(shard, instance, has_lease, (term, number), message.blob)
+            joined = ShardConnection(channel, asked, fields["url"])
+            self.coordinator.add_connection(joined)
 
         async def ack(message: Message) -> None:
-            fields = message.fields
-            for connection in connections:  # empty for a refused shard
-                self.coordinator.record_ack(connection, Ack(fields["term"], fields["at"], fields["stamp"]))
+            if joined is not None:
+                self.coordinator.record_ack(joined, Ack(**message.fields))
+
+        async def loads(message: Message) -> None:
+            if joined is not None:
+                self.coordinator.record_loads(joined, message)
 
         handlers = {
             "join": join,
             "ack": ack,
+            "loads": loads,
             "http": self._http,
             "is_paused": self._is_paused,
             "term": self._term,
             "report": self._report,
         }
-        channel = Channel(reader, writer, handlers, ordered=frozenset({"join", "ack"}))
+        channel = Channel(reader, writer, handlers)
         self._channels.add(channel)
         try:
             await channel.run()
         finally:
             self._channels.discard(channel)
-            for connection in connections:
-                self.coordinator.remove_connection(connection)
+            if joined is not None:
+                self.coordinator.remove_connection(joined)
 
     def _refusal(self, fields: Mapping[str, Any]) -> str | None:
         count = self.shards.count
         if fields["version"] != __version__:
             return f"the shard runs version {fields['version']}, and the leader {__version__}"
-        if fields["shards"] != count or fields["shard"] not in range(count):
-            return (
-                f"it is configured as shard {fields['shard']} of {fields['shards']}, but the leader has {count} shards"
-            )
+        shard = fields["join"][0]
+        if fields["shards"] != count or shard not in range(count):
+            return f"it is configured as shard {shard} of {fields['shards']}, but the leader has {count} shards"
         return None
 
     async def _is_paused(self, message: Message) -> Message:
@@ -362,8 +343,9 @@ class LeaderRole(ProcessRole):
         worker = None if pool is None else pool.fleet.pool.find(fields["url"])
         if pool is None or worker is None or worker.serial != fields["serial"]:
             return
-        if fields["kind"] == "silence":
-            await pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
+        if fields["kind"] == "silence":  # in the background: it asks the shards, which answer on these connections
+            silence = pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
+            tasks.spawn(silence, name="record silence")
         elif fields["kind"] == "failure":
             pool.fleet.pool.record_failure(worker, fields["reason"])
         elif fields["kind"] == "stall":
@@ -372,21 +354,15 @@ class LeaderRole(ProcessRole):
             pool.fleet.drop_ranks(worker, fields["reason"])
 
     def _find(self, message: Message) -> ModelPool | None:
-        name = message.fields["pool"]
-        return next((pool for pool in self._pools if pool.name == name), None)
+        return self._pools.find(message.fields["pool"])
 
     async def _http(self, message: Message) -> Message:
         """Answer a request once every shard acts by the answer."""
-        await self._ready.wait()
+        await self.coordinator.restored.wait()
         await self._refresh_loads()
         answer = await run_app(self.edge, message)
         await self.coordinator.wait_for_shards()
         return answer
-
-
-async def get_or_open_pool(pools: Pools, name: str) -> ModelPool:
-    """Return the pool of this name; open it if needed."""
-    return pools.default if name == pools.default.name else await pools.open(name)
 
 
 async def run_app(app: RouterApp, message: Message) -> Message:

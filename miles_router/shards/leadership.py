@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 import time
-from typing import Protocol
 
 from miles_router.errors import StateError, StateOutdated
 from miles_router.slots import CONTROL
@@ -19,36 +18,28 @@ from miles_router.state.store import StateStore
 logger = logging.getLogger(__name__)
 
 
-class Leadership(Protocol):
-    """The right to lead, which a later leader takes over."""
+class Leadership:
+    """The right to lead, which a later leader takes over.
 
-    async def claim(self) -> tuple[int, bool]:
-        """Return this leader's term, greater than every earlier leader's term, and whether this leader is the first."""
-        ...
-
-    async def confirm(self) -> bool:
-        """Return whether no later leader has claimed a term. May be called repeatedly."""
-        ...
-
-
-class PlatformLeadership:
-    """Leadership on a platform that starts leaders one after the other: a parent on one machine, or a StatefulSet.
+    On this platform leaders start one after the other: a parent on one machine, or a StatefulSet.
 
     Args:
         term: how often a leader was started. None if that is unknown; the clock then provides the term.
     """
 
-    def __init__(self, term: int | None = None) -> None:
-        self._term = term
+    def __init__(self, term: int | None) -> None:
+        self._started = term
 
     async def claim(self) -> tuple[int, bool]:
-        return (time.time_ns() // 1_000_000, False) if self._term is None else (self._term, self._term == 1)
+        """Return this leader's term, greater than every earlier leader's term, and whether this leader is the first."""
+        return (time.time_ns() // 1_000_000, False) if self._started is None else (self._started, self._started == 1)
 
     async def confirm(self) -> bool:
+        """Return whether no later leader has claimed a term. May be called repeatedly."""
         return True
 
 
-class StoredLeadership:
+class StoredLeadership(Leadership):
     """Leadership recorded in the state directory that all leaders share.
 
     Each leader takes over the control slot. A commit then shows whether a later leader has done so.

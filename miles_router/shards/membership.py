@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -12,11 +13,9 @@ from typing import Any
 
 from miles_router import tasks
 from miles_router.errors import StateError, StateOutdated, Unavailable
-from miles_router.shards.channel import Channel, ChannelLost, Handler, Message
-from miles_router.shards.coordinator import new_instance_id
-from miles_router.shards.leader import URLS
-from miles_router.shards.proof import ACCEPTS, CONNECTS, prove
-from miles_router.shards.protocol import End, Follower, LeaderMessage, LeaseRenewal, StateUpdate, Welcome
+from miles_router.shards.channel import Channel, Handler, Message
+from miles_router.shards.proof import prove
+from miles_router.shards.protocol import LEADER_MESSAGES, Follower, LeaderMessage, StateUpdate
 from miles_router.shards.topology import SOCKET, Shard, clock
 from miles_router.state.locks import ByteLocks
 from miles_router.state.store import StateStore
@@ -29,11 +28,9 @@ logger = logging.getLogger(__name__)
 LOCAL_RETRY, REMOTE_RETRY, PATIENCE = 0.05, 0.5, 30.0
 #: Seconds between two attempts to claim a slot of the state directory.
 CLAIM_RETRY = 1.0
-#: How often a shard sends an ack within one lease; and the part of a lease after which a silent leader's connection is
-#: closed. A lost machine or network may leave a connection open.
-ACKS_PER_LEASE, MAX_SILENCE = 5, 0.5
-#: The leader's messages that are handled in order.
-ORDERED = frozenset({"welcome", "state", "renewal", "end", "refused", "ping", "loads", "peer_loads"})
+#: The part of a lease after which a silent leader's connection is closed: a lost machine or network may leave a
+#: connection open. And how often within this time that is checked.
+MAX_SILENCE, CHECKS = 0.5, 4
 
 
 class Membership:
@@ -60,12 +57,13 @@ class Membership:
         self.on_shard_lost: Callable[[str], None] = lambda url: None
         self.store: StateStore | None = None
         self._on_fenced = on_fenced
-        self._follower = Follower(shard.index, new_instance_id(process), shard.shards.lease)
+        self._follower = Follower(shard.index, f"{process}-{secrets.token_hex(8)}", shard.shards.lease)
         self._urls: Mapping[int, str] = dict(enumerate(shard.urls))
-        self._following = False
         self._channel: Channel | None = None
-        self._connected, self._followed, self._activated = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._last_message_at = 0.0
+        #: Set while the leader answers requests; and once this shard follows a state and may act.
+        self._connected, self._started = asyncio.Event(), asyncio.Event()
+        #: When the leader last showed that it leads. It may live, and not be able to.
+        self._led_at = 0.0
 
     # The right to act
 
@@ -93,12 +91,9 @@ class Membership:
     async def running(self) -> AsyncIterator[None]:
         """Follow the leader while entered. Enter once this instance has a state and is active."""
         self.before_start()
-        connecting = [tasks.spawn(self._stay_connected(), name="leader")]
-        if not self.shard.shards.local:
-            connecting.append(tasks.spawn(self._renew_lease(), name="lease"))
+        connecting = tasks.spawn(self._stay_connected(), name="leader")
         try:
-            await self._followed.wait()
-            await self._activated.wait()
+            await self._started.wait()
             if self.shard.shards.shared_state:
                 try:
                     await self._check_locks()
@@ -107,8 +102,7 @@ class Membership:
                 await asyncio.gather(*map(self._claim, self.shard.slots))
             yield
         finally:
-            for task in connecting:
-                await tasks.cancelled(task)
+            await tasks.cancelled(connecting)
 
     async def _stay_connected(self) -> None:
         local, reason = self.shard.shards.local, ""
@@ -122,107 +116,86 @@ class Membership:
                 await asyncio.sleep(LOCAL_RETRY if local else REMOTE_RETRY)
                 continue
             reason = ""
-            own = {"welcome": self._accept, "state": self._update_state, "renewal": self._renew, "end": self._shut_down}
-            own |= {"refused": self._refused, "ping": self._ping}
-            self._channel = channel = Channel(reader, writer, {**self.handlers, **own}, ORDERED)
-            reading = tasks.spawn(channel.run(), name="leader's channel")
+            own = {"protocol": self._receive, "refused": self._refused, "ping": self._acknowledge}
+            self._channel = channel = Channel(reader, writer, {**self.handlers, **own})
+            join = self._follower.join_message(clock())
+            channel.send(
+                "join",
+                join.state or b"",
+                version=__version__,
+                shards=self.shard.shards.count,
+                join=join[:-1],
+                url=self.shard.url,
+                **self.join_fields,
+            )
             try:
-                self._last_message_at = clock()
-                join = self._follower.join_message(self._last_message_at)
-                channel.send(
-                    "join",
-                    b"" if join.state is None else json.dumps(join.state).encode(),
-                    version=__version__,
-                    shards=self.shard.shards.count,
-                    shard=join.shard,
-                    instance=join.instance,
-                    has_lease=join.has_lease,
-                    at=join.at,
-                    url=self.shard.url,
-                    **self.join_fields,
-                )
-                await asyncio.wait({reading})
+                await self._read(channel)
             finally:
                 self._connected.clear()
-                await tasks.cancelled(reading)
             logger.warning("leader_lost")
             await asyncio.sleep(LOCAL_RETRY)  # a process that accepts connections may still be unable to lead
 
-    async def _handle(self, message: LeaderMessage) -> None:
-        """Apply a message of the leader and acknowledge it."""
-        could_act, self._last_message_at = self.may_act, clock()
-        before = self._follower.at
-        ack = self._follower.handle(message, self._last_message_at)
+    async def _read(self, channel: Channel) -> None:
+        """Handle the leader's messages until the connection is lost, or the leader is silent for too long."""
+        silence = None if self.shard.shards.local else MAX_SILENCE * self.shard.shards.lease
+        self._led_at = clock()
+        reading = tasks.spawn(channel.run(), name="leader's channel")
+        try:
+            while not reading.done():
+                await asyncio.wait({reading}, timeout=silence and silence / CHECKS)
+                if silence is not None and not channel.lost and clock() - self._led_at > silence:
+                    logger.error("leader_silent")
+                    channel.close()  # `run` then ends, but not in the middle of a state that is being applied
+        finally:
+            await tasks.cancelled(reading)
+
+    async def _receive(self, message: Message) -> None:
+        """Apply a message of the leader's protocol and acknowledge it."""
+        self._led_at = clock()
+        fields, could_act, before = message.fields, self.may_act, self._follower.at
+        kind = LEADER_MESSAGES[fields.pop("kind")]
+        told: LeaderMessage = kind(**fields, state=message.blob) if kind is StateUpdate else kind(**fields)
+        ack = self._follower.handle(told, clock())
         if self._follower.replaced:
             self._fence("another process serves as this shard")
-        if self._follower.at != before and self._follower.state is not None:
-            self._following = True
+        if self._follower.at != before and message.blob:
             try:
-                await self._follow(self._follower.state)
+                await self._follow(json.loads(message.blob))
             except Exception as error:  # the leader would not learn that this shard failed to follow
                 self._fence(f"state {self._follower.at[1]} cannot be followed: {error!r}")
                 raise
-            self._following = False
-        if ack is not None and self._channel is not None:
-            self._channel.send("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
+        if ack is not None:
+            await self._acknowledge(message)
+        if message.blob:
+            self._connected.set()  # only now: a leader that is ending may still accept connections
         if self.may_act:
-            self._activated.set()
+            if self._follower.state:
+                self._started.set()
             if not could_act:
                 self.on_lease_gained()
 
     async def _follow(self, state: dict[str, Any]) -> None:
-        decided = {int(shard): url for shard, url in state[URLS].items()}
+        decided = {int(shard): url for shard, url in state["urls"].items()}
         before, self._urls = self._urls, dict(enumerate(self.shard.urls)) | decided
         for shard, url in before.items():
             if self._urls.get(shard) != url and shard != self.shard.index:
                 self.on_shard_lost(url)
         await self.follow(state)
-        self._followed.set()
 
-    async def _accept(self, message: Message) -> None:
-        await self._handle(Welcome(message.fields["term"], message.fields["epoch"]))
-
-    async def _update_state(self, message: Message) -> None:
-        state: Any = json.loads(message.blob)
-        await self._handle(StateUpdate(message.fields["term"], message.fields["at"], state))
-        if self._followed.is_set():
-            self._connected.set()  # only now: a leader that is ending may still accept connections
-
-    async def _renew(self, message: Message) -> None:
-        await self._handle(LeaseRenewal(message.fields["term"], message.fields["stamp"]))
-
-    async def _shut_down(self, message: Message) -> None:
-        await self._handle(End(message.fields["term"]))
+    async def _acknowledge(self, message: Message) -> None:
+        """Send an ack with a new stamp, after all states that came before this message are applied."""
+        self._led_at = clock()
+        self.try_send("ack", **self._follower.make_ack(clock())._asdict())
 
     async def _refused(self, message: Message) -> None:
         self._fence(message.fields["reason"])
-
-    async def _ping(self, message: Message) -> None:
-        """Note that the leader is alive. The empty reply is the answer."""
-        self._last_message_at = clock()
 
     def _fence(self, reason: str) -> None:
         """End this process: its memory may be outdated."""
         logger.error("shard_fenced", extra={"fields": {"shard": self.shard.index, "reason": reason}})
         self._on_fenced()
 
-    # Renewing the lease
-
-    async def _renew_lease(self) -> None:
-        seconds = self.shard.shards.lease
-        while True:
-            await asyncio.sleep(seconds / ACKS_PER_LEASE)
-            channel = self._channel
-            if channel is None or channel.lost:
-                continue
-            if clock() - self._last_message_at > MAX_SILENCE * seconds:
-                logger.error("leader_silent")
-                channel.close()
-                continue
-            if self._following:  # otherwise this ack would claim a state that is not applied yet
-                continue
-            ack = self._follower.make_ack(clock())
-            channel.try_send("ack", term=ack.term, at=ack.number, stamp=ack.stamp)
+    # The shared state directory
 
     async def _check_locks(self) -> None:
         """End this process if it can lock the byte that the leader has locked.
@@ -269,12 +242,12 @@ class Membership:
             raise Unavailable("the router's leader cannot be reached; ask again") from None
         channel = self._channel
         assert channel is not None
-        try:
-            return await channel.ask(message_type, blob, **fields)
-        except ChannelLost:
+        reply = await channel.ask(message_type, blob, **fields)
+        if reply is None:
             if self._channel is channel:
                 self._connected.clear()
-            raise Unavailable("the router's leader was lost during the request, and may have carried it out") from None
+            raise Unavailable("the router's leader was lost during the request, and may have carried it out")
+        return reply
 
     def try_send(self, message_type: str, **fields: Any) -> None:
         """Send a message without a reply. It is dropped while the leader is away."""
@@ -284,36 +257,22 @@ class Membership:
     # The connection
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the leader. Give up as soon as the leader has another address.
+        """Connect to the leader.
 
         Raises:
             OSError: the leader cannot be reached or does not know the secret.
         """
         if self.shard.shards.local:
             return await asyncio.open_unix_connection(self.shard.directory / SOCKET)
-        address, patience = self._leader_address(), MAX_SILENCE * self.shard.shards.lease
-        reaching = asyncio.get_running_loop().create_task(self._connect_to(address), name="reach the leader")
-        try:
-            for _ in range(round(patience / LOCAL_RETRY)):
-                await asyncio.wait({reaching}, timeout=LOCAL_RETRY)
-                if reaching.done():
-                    return reaching.result()
-                if self._leader_address() != address:
-                    break
-            raise ConnectionAbortedError(f"{address} has not answered")
-        finally:
-            if not reaching.done():
-                await tasks.cancelled(reaching)
-
-    def _leader_address(self) -> str:
-        leader = self.shard.leader
-        return leader.read_text(encoding="ascii") if isinstance(leader, Path) else leader
+        leader, patience = self.shard.leader, MAX_SILENCE * self.shard.shards.lease
+        address = leader.read_text(encoding="ascii") if isinstance(leader, Path) else leader
+        return await tasks.within(patience, self._connect_to(address), name="reach the leader")
 
     async def _connect_to(self, address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         try:
-            await prove(reader, writer, self.shard.shards.secret, side=CONNECTS, other=ACCEPTS)
+            await prove(reader, writer, self.shard.shards.secret, accepts=False)
         except BaseException:
             writer.close()
             raise

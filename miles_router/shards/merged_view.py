@@ -34,8 +34,6 @@ class MergedView:
     """
 
     def __init__(self, admin: Admin, pools: Pools, coordinator: ShardCoordinator, config: RouterConfig) -> None:
-        #: The middlewares of a shard, outermost first.
-        self.stack: list[dict[str, object]] = []
         self._admin = admin
         self._pools = pools
         self._coordinator = coordinator
@@ -59,7 +57,6 @@ class MergedView:
         """Return `/router/info` with the numbers of all shards added up."""
         replies = [orjson.loads(answer.blob) for answer in await self._coordinator.ask_all("numbers")]
         described = await self._admin.described()
-        described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
         described["statistics"] |= _statistics(replies)  # statistics of discovery come from the leader itself
         for each in replies:

@@ -44,7 +44,7 @@ class ShardOwners(Owners):
         affinity: reads a request's affinity key.
         url_of: returns the URL of a shard, or None while it has no process.
         is_running: returns whether a shard, given by its index, accepts requests now.
-        check: raises Unavailable if this shard may not act now; None if it always may.
+        check: raises Unavailable if this shard may not act now.
     """
 
     several = True
@@ -56,29 +56,25 @@ class ShardOwners(Owners):
         *,
         url_of: Callable[[int], str | None],
         is_running: Callable[[int], bool],
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._shard = shard
         self._affinity = affinity
         self._url_of = url_of
         self._is_running = is_running
         self._check = check
-        self._forwarding = Forwarding(url_of)
-
-    def abort_forwarded(self, url: str) -> None:
-        """Abort requests forwarded to a shard that may no longer act."""
-        self._forwarding.abort_requests(url)
+        self.forwarding = Forwarding(url_of)
 
     def numbers(self) -> Sequence[Statistics]:
-        return [self._forwarding.statistics]
+        return [self.forwarding.statistics]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self._forwarding.share_backlog(self.backlog)
+        self.forwarding.upstream.backlog = self.backlog
         try:
             yield
         finally:
-            await self._forwarding.close()
+            await self.forwarding.upstream.close()
 
     async def answer_or_forward(
         self, scope: Scope, receive: Receive, send: Send, *, here: ASGIApp, check: Callable[[Scope], None]
@@ -97,16 +93,10 @@ class ShardOwners(Owners):
                 if not buffered.whole:
                     raise
                 scope["headers"] = came
-                try:
-                    await self._forwarding.forward(elsewhere.owner, scope, replay(buffered.body, receive), send)
-                except Unavailable:
-                    if elsewhere.needed:
-                        raise
-                    scope["extensions"][ANSWER_HERE] = True
-                    await here(scope, replay(buffered.body, receive), send)
+                await self._forward(elsewhere, scope, buffered.body, receive, send, here)
         elif (owner := self.owner_of(scope, name)) is not None:
             check(scope)
-            await self._forwarding.forward(owner, scope, receive, send)
+            await self.forwarding.forward(owner, scope, receive, send)
         else:
             scope["extensions"][ANSWER_HERE] = True
             await here(scope, receive, send)
@@ -119,24 +109,33 @@ class ShardOwners(Owners):
         The home shard of its affinity key knows the worker with its cached prefix, so the request goes there. If that
         shard does not take it, answer it here, at the cost of the cached prefix.
         """
-        path = scope["path"]
+        path, key = scope["path"], None
         if generates(path) and hop_of(scope) is None:
             key = self._affinity.key_from_headers(path, scope["headers"])
             if key is None and self._affinity.may_be_in_body(path):
                 check(scope)
                 body = await Exchange.of(scope).read(receive)
                 key, receive = self._affinity.key_from_body(path, body), replay(body, receive)
-            owner = None if key is None else self._home_of(scope, key)
-            if owner is not None:
-                check(scope)
-                body = await Exchange.of(scope).read(receive)
-                receive = replay(body, receive)
-                try:
-                    await self._forwarding.forward(owner, scope, receive, send, once=True)
-                    return
-                except Unavailable:
-                    receive = replay(body, receive)
-        await here(scope, receive, send)
+        owner = None if key is None else self._home_of(scope, key)
+        if owner is None:
+            await here(scope, receive, send)
+            return
+        check(scope)
+        body = await Exchange.of(scope).read(receive)
+        await self._forward(Elsewhere(owner, needed=False), scope, body, receive, send, here)
+
+    async def _forward(
+        self, elsewhere: Elsewhere, scope: Scope, body: bytes, receive: Receive, send: Send, here: ASGIApp
+    ) -> None:
+        """Forward a request whose body is read. If its owner does not take it and is not needed, answer it here."""
+        once, repeated = not elsewhere.needed, replay(body, receive)
+        try:
+            await self.forwarding.forward(elsewhere.owner, scope, repeated, send, once=once)
+        except Unavailable:
+            if elsewhere.needed:
+                raise
+            scope["extensions"][ANSWER_HERE] = True
+            await here(scope, replay(body, receive), send)
 
     def _home_of(self, scope: Scope, key: str) -> int | None:
         """Return the index of the other shard that is home to an affinity key. Return None if this shard is the home,
@@ -156,8 +155,7 @@ class ShardOwners(Owners):
         """
         owner = self._shard.shards.owner_of(slot_of(name))
         if owner == self._shard.index:
-            if self._check is not None:
-                self._check()
+            self._check()
             return None
         check_hop(scope)
         return owner
@@ -180,12 +178,14 @@ class ShardOwners(Owners):
         return ANSWER_HERE in scope["extensions"] or hop_of(scope) == FORWARD
 
     def others(self, scope: Scope) -> Sequence[int]:
-        return () if self.asked_by_other_process(scope) else self._shard.others
+        if self.asked_by_other_process(scope):
+            return ()
+        return [index for index in range(self._shard.shards.count) if index != self._shard.index]
 
     async def ask(
         self, owner: int, scope: Scope, body: bytes, patience: float | None = None, **headers: str
     ) -> tuple[int, Mapping[str, str], bytes]:
-        return await self._forwarding.ask(owner, scope, body, headers, patience)
+        return await self.forwarding.ask(owner, scope, body, headers, patience)
 
     def own_url(self, base_url: str) -> str | None:
         url = self._shard.url or self._url_of(self._shard.index)
@@ -206,8 +206,7 @@ class ShardOwners(Owners):
         """
         while self._shard.shards.owner_of(slot_of(name := secrets.token_hex(16))) != self._shard.index:
             pass
-        if self._check is not None:
-            self._check()
+        self._check()
         return name
 
     def held_names(self, kind: str, capacity: int) -> HeldNames:

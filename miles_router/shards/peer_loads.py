@@ -58,21 +58,18 @@ def sum_loads(pool_loads: Iterable[PoolLoad]) -> PoolLoad:
                 known[rank] = _sum(known.get(rank, NO_LOAD), load)
     return PoolLoad(
         choices,
-        {url: (n, [[rank, *load] for rank, load in units[url].items()]) for url, n in in_flight.items()},
+        {url: (n, [[rank, *load] for rank, load in units[url].items() if any(load)]) for url, n in in_flight.items()},
         processes,
     )
 
 
 def subtract_load(pool_load: PoolLoad, part: PoolLoad) -> PoolLoad:
     """Return a load minus a part of it."""
-    workers = dict(pool_load.workers)
-    for url, (leases, loads) in part.workers.items():
-        whole, units = workers[url]
-        known = {rank: load for rank, *load in units}
-        for rank, *load in loads:
-            known[rank] = [*_sum(_sum(NO_LOAD, known[rank]), load, -1)]
-        workers[url] = (whole - leases, [[rank, *load] for rank, load in known.items() if any(load)])
-    return PoolLoad(pool_load.choices - part.choices, workers, pool_load.processes - part.processes)
+    workers = {
+        url: (-leases, [[rank, *_sum(NO_LOAD, load, -1)] for rank, *load in loads])
+        for url, (leases, loads) in part.workers.items()
+    }
+    return sum_loads([pool_load, PoolLoad(-part.choices, workers, -part.processes)])
 
 
 def _sum(load: Load, other: Sequence[int | None], sign: int = 1) -> Load:

@@ -6,33 +6,28 @@ Both are ordinary pools with other rules for when a worker is idle and for what 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.shards.peer_loads import NO_LOAD, PoolLoad
 
 
-def leader_pool(**settings: Any) -> WorkerPool:
-    """Create a leader's pool.
+def make_leader_pool(pool: WorkerPool) -> None:
+    """Make a new pool the leader's.
 
     The leader sends no generations; shards report their requests in flight. A worker that gets no new requests stays in
     the pool, listed by `retiring_workers`, until `release_idle_workers` removes it.
     """
-    pool = WorkerPool(**settings)
     pool.is_idle = lambda worker: False
-    return pool
 
 
-def shard_pool(report: Callable[[str, Worker, str], None], **settings: Any) -> WorkerPool:
-    """Create a shard's pool, which decides nothing and calls `report(kind, worker, reason)` for each observation.
+def make_shard_pool(pool: WorkerPool, report: Callable[[str, Worker, str], None]) -> None:
+    """Make a new pool a shard's, which decides nothing and calls `report(kind, worker, reason)` for each observation.
 
     A worker that is still registered is never idle, because other shards may have requests there.
     """
-    pool = WorkerPool(**settings)
     pool.report = report
     pool.is_idle = lambda worker: not worker.in_flight and not worker.serial
-    return pool
 
 
 def set_loads(pool: WorkerPool, everywhere: PoolLoad) -> None:

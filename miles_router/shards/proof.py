@@ -12,30 +12,27 @@ from miles_router import tasks
 NONCE, PROOF = 32, 32
 #: Seconds in which the other side must send its proof.
 PATIENCE = 10.0
-#: The names of the two sides. They are part of the proof, so a side's own proof cannot be sent back to it.
+#: The names of the side that accepts the connection and of the other one. They are part of the proof, so a side's own
+#: proof cannot be sent back to it.
 ACCEPTS, CONNECTS = b"leader", b"shard"
 
 
-async def prove(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str, *, side: bytes, other: bytes
-) -> None:
+async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str, *, accepts: bool) -> None:
     """Return once both sides have proved that they know the secret.
 
     Args:
-        side: the name of this side.
-        other: the name of the other side.
+        accepts: whether this side has accepted the connection.
 
     Raises:
         ConnectionAbortedError: the other side closed without sending anything.
         OSError: the other side does not know the secret, is too slow, or disconnects.
     """
+    side, other = (ACCEPTS, CONNECTS) if accepts else (CONNECTS, ACCEPTS)
     try:
         await tasks.within(PATIENCE, _prove(reader, writer, secret.encode(), side, other), name="prove")
-    except asyncio.IncompleteReadError as error:
-        if not error.partial:
+    except (asyncio.IncompleteReadError, TimeoutError) as error:
+        if isinstance(error, asyncio.IncompleteReadError) and not error.partial:
             raise ConnectionAbortedError("the other side disconnected without sending anything") from None
-        raise ConnectionRefusedError("the other side has not proved that it knows the secret") from None
-    except TimeoutError:
         raise ConnectionRefusedError("the other side has not proved that it knows the secret") from None
 
 

@@ -10,6 +10,7 @@ never ends, because the parent sees an instance end before it starts the next.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class StateUpdate(NamedTuple):
 class Ack(NamedTuple):
     """A shard's report that it acts by a state: it starts no write that this state forbids.
 
-    Sent for each state, and several times within a lease. `stamp` is the shard's clock. `number` is -1 if the shard
+    Sent for each state, and for each of the leader's pings. `stamp` is the shard's clock. `number` is -1 if the shard
     has no state of this term.
     """
 
@@ -82,6 +83,7 @@ class End(NamedTuple):
 
 
 LeaderMessage = Welcome | StateUpdate | LeaseRenewal | End
+LEADER_MESSAGES: dict[str, Any] = {kind.__name__: kind for kind in (Welcome, StateUpdate, LeaseRenewal, End)}
 #: The leader's messages, each with the instance that receives it.
 Outbox = list[tuple[str, LeaderMessage]]
 
@@ -113,11 +115,10 @@ class Leader:
 
     Args:
         shards: how many there are.
-        lease: seconds; infinite on one machine.
+        lease: seconds; infinite on one machine, where the parent sees an instance end before it starts the next.
         term: greater than every earlier leader's term.
         first: there was no leader before.
         stored: ((term, number), state) of the last decision that the store knows.
-        local: on one machine, where the parent sees an instance end before it starts the next.
         one_leader_at_a_time: the platform sees a leader end before it starts the next. Otherwise the previous leader
             may act for one more lease, even if all shards are connected to this one.
     """
@@ -130,8 +131,7 @@ class Leader:
         now: float,
         *,
         first: bool,
-        stored: tuple[tuple[int, int], Any],
-        local: bool = False,
+        stored: tuple[tuple[int, int], Any] = ((0, 0), None),
         one_leader_at_a_time: bool = False,
     ) -> None:
         self.term = term
@@ -141,7 +141,7 @@ class Leader:
         self._lease = lease
         self._opens_at = now if first else now + lease * SLACK
         self._known = stored
-        self._local = local
+        self._local = math.isinf(lease)
         self._one_leader_at_a_time = one_leader_at_a_time
         self._active: dict[int, ActiveInstance] = {}
         self._waiting: dict[int, Join] = {}
@@ -192,11 +192,15 @@ class Leader:
 
     # Time
 
-    def record_ack(self, shard: int, instance: str, ack: Ack, now: float) -> None:
+    def record_ack(self, shard: int, instance: str, ack: Ack, now: float) -> bool:
+        """Record an ack. Return whether `renew` is due: the ack says something new, and the instance may not act."""
         active = self._active.get(shard)
-        if active is not None and active.instance == instance and ack.term == self.term:
-            active.acked = max(active.acked, ack.number)
-            active.stamps.append((now, ack.stamp))
+        if active is None or active.instance != instance or ack.term != self.term:
+            return False
+        is_new = ack.number > active.acked or not active.stamps
+        active.acked = max(active.acked, ack.number)
+        active.stamps.append((now, ack.stamp))
+        return is_new and now >= active.lease_ends_at
 
     def renew(self, began: float, now: float) -> Outbox:
         """Renew leases and activate waiting instances. Return the messages to send.
@@ -273,10 +277,6 @@ class Leader:
             while len(self._decisions) > 1 and now - self._decisions[1][0] > self._lease / 2:
                 self._decisions.popleft()
         return [message for active in self._active.values() for message in self._latest_state(active.instance)]
-
-    def is_settled(self, number: int, now: float) -> bool:
-        """Return whether every instance that may still act acts by this number."""
-        return self.open and not self.lagging(number, now)
 
     def is_sole_leader(self, now: float) -> bool:
         """Return whether no later leader can have decided anything. Checked before each control request to engines."""

@@ -6,36 +6,38 @@ until its lease ends. Requests that concern the whole fleet go to the leader.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.access import READING
-from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
+from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.wire import HOP_BY_HOP, first_header, header_texts, raw_headers
-from miles_router.control.control import Control
 from miles_router.control.fan_out import FleetAnswer
-from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests
 from miles_router.errors import Unavailable
-from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.forwarded import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
 from miles_router.shards.channel import Message
-from miles_router.shards.leader import POOL, get_or_open_pool
+from miles_router.shards.leader import INTERVAL
 from miles_router.shards.membership import Membership
 from miles_router.shards.merged_view import SHARD
 from miles_router.shards.peer_loads import PeerLoads, PoolLoad
-from miles_router.shards.pools import shard_pool
+from miles_router.shards.pools import make_shard_pool
 from miles_router.shards.role import ProcessRole
 from miles_router.shards.state import apply_fleet, own_cache_numbers
 
@@ -46,119 +48,125 @@ EDGE_HEADERS = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"origin", b
 
 
 class ShardRole(ProcessRole):
-    """The role of a shard.
-
-    Args:
-        generation: a number that no other process of this router has.
-    """
+    """The role of a shard."""
 
     checks_health = False
 
-    def __init__(self, membership: Membership, *, generation: int = 0) -> None:
+    def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self.slots = membership.shard.slots
         self.shares_state = membership.shard.shards.shared_state
         self._shards = membership.shard.shards
-        self.lease = None if self._shards.local else membership
-        self._numbers = own_cache_numbers(generation)
-        self._stack: list[dict[str, object]] = []
+        self._numbers = own_cache_numbers(secrets.randbits(31))
         #: The loads of other processes, by pool name.
         self._peer_loads: dict[str, PeerLoads] = {}
         self._admin: Admin
         self._pools: Pools
         membership.follow = self._follow
         membership.handlers = {
-            "abort": self._abort,
-            "workers_with": self._workers_with,
+            **{each: partial(self._ask_requests, each) for each in ("abort", "workers_with", "ids_at")},
             "end_group": self._end_group,
-            "ids_at": self._ids_at,
             "activity": self._activity,
             "numbers": self._report_numbers,
             "metrics": self._report_metrics,
-            "loads": self._report_loads,
+            "loads": self._tell_loads,
             "peer_loads": self._update_peer_loads,
         }
 
     # The parts of the router
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """Return the settings with this shard's share of the whole router's bounds.
+        """Return the settings with this shard's share of the router's bounds, and without workers: the leader has them.
 
         Moving requests between workers is off. An engine that aborts one generation aborts all whose ids begin with
         the same text, and another process may have such a generation.
         """
         return replace(
             config,
+            worker_urls=(),
             move_after=0.0,
             max_connections=-(-config.max_connections // self._shards.count),
             gate_max_held=-(-config.gate_max_held // self._shards.count),
         )
 
-    def first_workers(self, config: RouterConfig) -> Sequence[str]:
-        """Return no workers: the leader decides which workers there are."""
-        return ()
-
-    def pool(self, name: str, **settings: Any) -> WorkerPool:
+    def connect(self, pool: ModelPool) -> None:
         def report(kind: str, worker: Worker, reason: str) -> None:
-            """Report an observation to the leader. It is lost while the leader is away, which checks the workers
-            itself.
-            """
+            """Report an observation. It is lost while the leader is away, which checks the workers itself."""
             if worker.serial:
                 fields = {"url": worker.url, "serial": worker.serial, "reason": reason}
-                self.membership.try_send("report", kind=kind, pool=name, **fields)
+                self.membership.try_send("report", kind=kind, pool=pool.name, **fields)
 
-        pool = shard_pool(report, **settings)
-        self._peer_loads[name] = PeerLoads(pool)
-        return pool
-
-    def fleet(self, **parts: Any) -> Fleet:
-        fleet = Fleet(**parts)
-        fleet.report = parts["pool"].report
-        return fleet
-
-    def control(self, name: str, **parts: Any) -> Control:
-        async def relay(path: str, request: Outgoing, request_id: str) -> FleetAnswer:
-            query = b"model_id=" + name.encode() if name else b""
-            headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
-            answer = await request_leader(self.membership, request.method, path, query, headers, request.body)
-            content_type = first_header(raw_headers(answer.fields["headers"]), b"content-type")
-            return FleetAnswer(answer.fields["status"], answer.blob, content_type)
-
-        control = Control(**parts)
-        control.relay = relay
-        return control
-
-    def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
-        """Return a function that asks the leader, and returns False while the leader is away."""
-
-        async def asked(url: str) -> bool:
+        async def is_paused(url: str) -> bool:
             try:
-                return bool((await self.membership.ask("is_paused", pool=name, url=url)).fields["paused"])
+                return bool((await self.membership.ask("is_paused", pool=pool.name, url=url)).fields["paused"])
             except Unavailable:
                 return False
 
-        return asked
+        async def relay(path: str, request: Outgoing, request_id: str) -> FleetAnswer:
+            query = b"model_id=" + pool.name.encode() if pool.name else b""
+            headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
+            answer = await self._ask_leader(request.method, path, query, headers, request.body)
+            content_type = first_header(raw_headers(answer.fields["headers"]), b"content-type")
+            return FleetAnswer(answer.fields["status"], answer.blob, content_type)
 
-    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
-        self._admin, self._stack = Admin(pools, registrations, stack), stack
-        return self._admin
+        fleet = pool.fleet
+        make_shard_pool(fleet.pool, report)
+        fleet.report = report
+        if not self._shards.local:
+            fleet.gate.lease = self.membership
+        pool.health.is_paused = is_paused
+        pool.router.control.relay = relay
+        self._peer_loads[pool.name] = PeerLoads(fleet.pool)
+
+    def show(self, pools: Pools, admin: Admin) -> None:
+        self._pools, self._admin = pools, admin
 
     def routes(self, routes: Sequence[BaseRoute]) -> Sequence[BaseRoute]:
         """Return the same routes, relayed to the leader."""
-        relay = Relay(self.membership)
-        return [Route(each.path, relay, methods=list(each.methods or ())) for each in routes if isinstance(each, Route)]
+        return [
+            Route(each.path, self._relay, methods=list(each.methods or ()))
+            for each in routes
+            if isinstance(each, Route)
+        ]
+
+    async def _relay(self, request: Request) -> Response:
+        """Return the leader's reply to a request. Raises the errors of `Membership.ask`."""
+        scope, exchange = request.scope, Exchange.of(request.scope)
+        body = await exchange.read(request.receive)
+        headers = [pair for pair in scope["headers"] if pair[0] not in EDGE_HEADERS]
+        headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
+        path = exchange.mount + scope["raw_path"].decode("latin-1")
+        answer = await self._ask_leader(scope["method"], path, scope["query_string"], headers, body)
+        response = Response(answer.blob, answer.fields["status"])
+        response.raw_headers = raw_headers(answer.fields["headers"])
+        return response
+
+    async def _ask_leader(self, method: str, path: str, query: bytes, headers: Iterable[Any], body: bytes) -> Message:
+        """Send an HTTP request to the leader and return its reply. Repeat one that only reads if the leader is lost.
+
+        Raises:
+            Unavailable: as for `Membership.ask`.
+        """
+        fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
+        for _ in range(REPEATS if method in READING else 0):
+            with suppress(Unavailable):
+                return await self.membership.ask("http", body, **fields)
+        return await self.membership.ask("http", body, **fields)
 
     async def restore(self, registrations: Registrations) -> None:
         """Do nothing: the leader decides the workers."""
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
-        self._pools = pools
         self.membership.store = pools.default.router.store
-        self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._stack}
+        self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._admin.stack}
         self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
-            yield
+            reporting = tasks.spawn(self._report_loads(), name="report loads")
+            try:
+                yield
+            finally:
+                await tasks.cancelled(reporting)
 
     def _open_gates(self) -> None:
         for pool in self._pools:
@@ -167,13 +175,12 @@ class ShardRole(ProcessRole):
     # Following
 
     async def _follow(self, state: dict[str, Any]) -> None:
-        for name, record in state.items():
-            if name.startswith(POOL):
-                self._follow_pool(await get_or_open_pool(self._pools, name[len(POOL) :]), record)
+        for name, record in state["pools"].items():
+            self._follow_pool(await self._pools.open(name), record)
 
     def _follow_pool(self, pool: ModelPool, record: dict[str, Any]) -> None:
         fleet, control = pool.fleet, pool.router.control
-        apply_fleet(record, fleet, lambda: next(self._numbers))
+        apply_fleet(record, fleet, self._numbers.__next__)
         pool.selectable |= record["selectable"]
         self._pools.named |= pool.selectable and bool(pool.name)
         control.leader_may_silence = record["may_silence"]
@@ -185,31 +192,24 @@ class ShardRole(ProcessRole):
 
     # Answering
 
-    def _requests(self, message: Message) -> OwnRequests:
-        name = message.fields["pool"]
-        pool = next((each for each in self._pools if each.name == name), self._pools.default)
+    def _requests(self, name: str) -> OwnRequests:
+        pool = self._pools.find(name) or self._pools.default
         requests = pool.router.control.requests
         assert isinstance(requests, OwnRequests)
         return requests
 
-    async def _abort(self, message: Message) -> Message:
-        fields = message.fields
-        return Message({"found": await self._requests(message).abort(fields["rid"], fields["elsewhere"])})
-
-    async def _workers_with(self, message: Message) -> Message:
-        return Message({"found": await self._requests(message).workers_with(message.fields["rid"])})
+    async def _ask_requests(self, method: str, message: Message) -> Message:
+        fields = dict(message.fields)
+        return Message({"found": await getattr(self._requests(fields.pop("pool")), method)(**fields)})
 
     async def _end_group(self, message: Message) -> Message:
-        aborted, failures = await self._requests(message).end_group(message.fields["group"])
+        aborted, failures = await self._requests(message.fields["pool"]).end_group(message.fields["group"])
         return Message({"found": [[aborted, [each.written() for each in failures]]]})
 
-    async def _ids_at(self, message: Message) -> Message:
-        return Message({"found": sorted(await self._requests(message).ids_at(message.fields["url"]))})
-
     async def _activity(self, message: Message) -> Message:
-        name, url = message.fields["pool"], message.fields["url"]
-        found = [(pool, each) for pool in self._pools if pool.name == name and (each := pool.fleet.pool.find(url))]
-        return Message({"found": [await pool.health.activity(worker) for pool, worker in found]})
+        pool = self._pools.find(message.fields["pool"])
+        worker = None if pool is None else pool.fleet.pool.find(message.fields["url"])
+        return Message({"found": [] if pool is None or worker is None else [await pool.health.activity(worker)]})
 
     async def _report_numbers(self, message: Message) -> Message:
         gates = {pool.name: pool.fleet.gate.describe() for pool in self._pools}
@@ -219,45 +219,18 @@ class ShardRole(ProcessRole):
     async def _report_metrics(self, message: Message) -> Message:
         return Message({SHARD: str(self.membership.shard.index)}, self._pools.default.router.metrics.render())
 
-    async def _report_loads(self, message: Message) -> Message:
-        return Message({"loads": {name: loads.own_load() for name, loads in self._peer_loads.items()}})
+    def _loads(self) -> dict[str, PoolLoad]:
+        return {name: loads.own_load() for name, loads in self._peer_loads.items()}
+
+    async def _report_loads(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL)
+            self.membership.try_send("loads", loads=self._loads())
+
+    async def _tell_loads(self, message: Message) -> Message:
+        return Message({"loads": self._loads()})
 
     async def _update_peer_loads(self, message: Message) -> None:
         for name, loads in self._peer_loads.items():
             if name in message.fields["loads"]:
                 loads.update(PoolLoad(*message.fields["loads"][name]))
-
-
-async def request_leader(
-    membership: Membership, method: str, path: str, query: bytes, headers: Iterable[Any], body: bytes
-) -> Message:
-    """Send one HTTP request to the leader and return its reply. Repeat a request that only reads if the leader is
-    lost.
-
-    Raises:
-        Unavailable: as for `Membership.ask`.
-    """
-    fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
-    for _ in range(REPEATS if method in READING else 0):
-        with suppress(Unavailable):
-            return await membership.ask("http", body, **fields)
-    return await membership.ask("http", body, **fields)
-
-
-class Relay:
-    """An ASGI app that relays a request to the leader."""
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send one request to the leader, and its reply to the client. Raises the errors of `Membership.ask`."""
-        exchange = Exchange.of(scope)
-        body = await exchange.read(receive)
-        headers = [pair for pair in scope["headers"] if pair[0] not in EDGE_HEADERS]
-        headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
-        path = exchange.mount + scope["raw_path"].decode("latin-1")
-        answer = await request_leader(self._membership, scope["method"], path, scope["query_string"], headers, body)
-        replied = raw_headers(answer.fields["headers"])
-        await send({"type": "http.response.start", "status": answer.fields["status"], "headers": replied})
-        await send({"type": "http.response.body", "body": answer.blob})

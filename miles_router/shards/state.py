@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import REMEMBERED, ClosedTime, Gate
+from miles_router.fleet.gate import REMEMBERED, ClosedTime
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.standstill import dump_standstill
 from miles_router.fleet.worker_url import parse_worker_url
@@ -20,6 +20,8 @@ from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 Record = dict[str, Any]
 
+#: Attributes of a pool that are copied unchanged.
+_POOL = ("weight_version", "weights_epoch", "unnamed_weights", "updated", "stalls")
 #: Attributes of a gate, except the requests that wait at it.
 _GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "aborting_pauses")
 #: Attributes of a worker that are copied unchanged.
@@ -41,12 +43,8 @@ def dump_fleet(fleet: Fleet) -> Record:
     """Return the state of a pool that other processes follow, and that a restarted leader restores."""
     pool = fleet.pool
     return {
-        "weight_version": pool.weight_version,
-        "weights_epoch": pool.weights_epoch,
-        "unnamed_weights": pool.unnamed_weights,
-        "updated": pool.updated,
+        **{name: getattr(pool, name) for name in _POOL},
         "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
-        "stalls": pool.stalls,
         **dump_standstill(fleet),
         "names": list(fleet.model_names),
         "applies_adapters": fleet.applies_adapters,
@@ -57,18 +55,17 @@ def dump_fleet(fleet: Fleet) -> Record:
 
 def dump_workers(pool: WorkerPool) -> list[Record]:
     """Return the workers of a pool and their states."""
-    return [_record(worker) for worker in pool]
-
-
-def _record(worker: Worker) -> Record:
-    return {
-        "url": worker.url,
-        "serial": worker.serial,
-        "state": worker.state.value,
-        "attributes": worker.attributes,
-        "caches": worker.caches.state(),
-        **{name: getattr(worker, name) for name in _COPIED},
-    }
+    return [
+        {
+            "url": worker.url,
+            "serial": worker.serial,
+            "state": worker.state.value,
+            "attributes": worker.attributes,
+            "caches": worker.caches.state(),
+            **{name: getattr(worker, name) for name in _COPIED},
+        }
+        for worker in pool
+    ]
 
 
 def apply_workers(pool: WorkerPool, records: Iterable[Record], own_number: Callable[[], int]) -> None:
@@ -106,26 +103,21 @@ def _member(pool: WorkerPool, record: Record, transitions: list[Transition]) -> 
 
 def apply_fleet(record: Record, fleet: Fleet, own_number: Callable[[], int]) -> None:
     """Apply a pool's state to a fleet."""
-    pool = fleet.pool
-    pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
-    pool.stalls, pool.unnamed_weights, pool.updated = record["stalls"], record["unnamed_weights"], record["updated"]
-    apply_workers(pool, record["workers"], own_number)
+    for name in _POOL:
+        setattr(fleet.pool, name, record[name])
+    apply_workers(fleet.pool, record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
     fleet.invalidate_reported()
     fleet.applies_adapters |= record["applies_adapters"]
     for name, changed_at in record["adapters"].items():
         fleet.note_adapters([name], changed_at)
-    apply_gate(fleet.gate, record["gate"])
-
-
-def apply_gate(gate: Gate, record: Record) -> None:
-    """Open or close a gate as the recorded one."""
+    gate, gate_record = fleet.gate, record["gate"]
     for name in _GATE:
-        setattr(gate, name, record[name])
-    gate.past = deque((ClosedTime(*each) for each in record["past"]), REMEMBERED)
+        setattr(gate, name, gate_record[name])
+    gate.past = deque((ClosedTime(*each) for each in gate_record["past"]), REMEMBERED)
     gate.update()
 
 
 def own_cache_numbers(generation: int) -> Iterator[int]:
-    """Yield cache numbers that no other process uses; `generation` is unique to each process."""
+    """Yield cache numbers that no other process uses; `generation` (31 bits) is unique to each process."""
     return itertools.count((generation << 32) + 1)

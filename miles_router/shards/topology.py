@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,19 +67,9 @@ class Shard:
     urls: Sequence[str] = ()
 
     @property
-    def others(self) -> tuple[int, ...]:
-        """The indices of all other shards."""
-        return tuple(index for index in range(self.shards.count) if index != self.index)
-
-    @property
     def slots(self) -> frozenset[int]:
         """The slots that this shard owns."""
         return frozenset(slot for slot in range(SLOTS) if self.shards.owner_of(slot) == self.index)
-
-
-def random_generation() -> int:
-    """Return a random generation, for a process whose starts are not counted."""
-    return secrets.randbits(31)
 
 
 def clock() -> float:

@@ -22,8 +22,8 @@ from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.shards.peer_loads import PeerLoads, PoolLoad
-from miles_router.shards.pools import leader_pool, shard_pool
 from miles_router.shards.state import apply_workers, dump_workers
+from tests.support.shared_pools import leader_pool, shard_pool
 
 LEASES = 4_000
 #: Of each prompt.

@@ -240,5 +240,5 @@ async def test_a_crowd_that_leaves_wherever_it_is_leaves_nothing_behind(stage: S
     await quiet(*routers)
     for router in routers:
         owners: Any = router.app.router.owners
-        assert not +owners._forwarding._forwarded, "nothing is counted as under way"
+        assert not +owners.forwarding._forwarded, "nothing is counted as under way"
         assert (await router.ask("GET", f"/owned/{names[0]}")).status == 200

@@ -245,7 +245,7 @@ class LeaderNode(Node):
             self._wait_for_all(number)
 
     def _wait_for_all(self, number: int) -> None:
-        if self.world.without != "waiting for shards" and not self.core.is_settled(number, self.clock()):
+        if self.world.without != "waiting for shards" and self.core.lagging(number, self.clock()):
             self.world.later(0.05, lambda: self._wait_for_all(number), self)
             return
         if not self._is_last():

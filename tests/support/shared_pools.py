@@ -5,13 +5,34 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Worker
 from miles_router.shards.peer_loads import PeerLoads, PoolLoad, sum_loads
-from miles_router.shards.pools import leader_pool, release_idle_workers, retiring_workers, set_loads, shard_pool
+from miles_router.shards.pools import (
+    make_leader_pool,
+    make_shard_pool,
+    release_idle_workers,
+    retiring_workers,
+    set_loads,
+)
 from miles_router.shards.state import apply_workers, dump_workers, own_cache_numbers
+
+
+def leader_pool(**settings: Any) -> WorkerPool:
+    """Return a new pool of a leader."""
+    pool = WorkerPool(**settings)
+    make_leader_pool(pool)
+    return pool
+
+
+def shard_pool(report: Callable[[str, Worker, str], None], **settings: Any) -> WorkerPool:
+    """Return a new pool of a shard."""
+    pool = WorkerPool(**settings)
+    make_shard_pool(pool, report)
+    return pool
 
 
 class SharedPools:

@@ -24,12 +24,12 @@ from miles_router.settings.config import RouterConfig
 from miles_router.shards.held_names import MappedHeldNames
 from miles_router.shards.membership import Membership
 from miles_router.shards.peer_loads import PoolLoad, subtract_load, sum_loads
-from miles_router.shards.pools import leader_pool, release_idle_workers, retiring_workers, shard_pool
+from miles_router.shards.pools import release_idle_workers, retiring_workers
 from miles_router.shards.shard import ShardRole
 from miles_router.shards.state import apply_fleet, dump_fleet, own_cache_numbers
 from miles_router.shards.topology import Shard, Shards
 from miles_router.slots import slot_of
-from tests.support.shared_pools import SharedPools
+from tests.support.shared_pools import SharedPools, leader_pool, shard_pool
 
 A, B = (parse_worker_url(url) for url in ("http://a", "http://b"))
 
