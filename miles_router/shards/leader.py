@@ -149,6 +149,7 @@ class LeaderRole(ProcessRole):
         self._registrations = registrations
         if not self.shards.local and registrations.store is not None:
             try:
+                await registrations.check_model()
                 self._leadership = StoredLeadership(registrations.store)
             except StateError as error:
                 raise ConfigError(f"state_dir: {error}") from None
@@ -347,6 +348,9 @@ class LeaderRole(ProcessRole):
             return (
                 f"it is configured as shard {fields['shard']} of {fields['shards']}, but the leader has {count} shards"
             )
+        model, own = fields["model_id"], self._config.model_id
+        if None not in (model, own) and model != own:  # its state directory has sessions of the leader's model
+            return f"its --model-id is {model!r}, and the leader's is {own!r}: start all processes with the same one"
         return None
 
     async def _is_paused(self, message: Message) -> Message:

@@ -155,7 +155,8 @@ class ShardRole(ProcessRole):
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         self._pools = pools
         self.membership.store = pools.default.router.store
-        self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._stack}
+        one_model, model = pools.one_model_only, pools.default.name or None
+        self.membership.join_fields = {"one_model_only": one_model, "stack": self._stack, "model_id": model}
         self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
             yield
