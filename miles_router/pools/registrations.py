@@ -129,7 +129,8 @@ class Registrations:
         except BadRequest as error:  # the settings have changed, and no longer allow this pool
             logger.warning("worker_not_restored", extra={"fields": {"url": record["url"], "reason": str(error)}})
             return
-        pool.fleet.pool.add(parse_worker_url(record["url"]), api_key=record["api_key"], attributes=record["attributes"])
+        attributes = {**record["attributes"], "model_id": pool.name} if pool.name else record["attributes"]
+        pool.fleet.pool.add(parse_worker_url(record["url"]), api_key=record["api_key"], attributes=attributes)
 
     @staticmethod
     async def _held(store: StateStore) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from miles_router import create_app
 from miles_router.client import RouterClient
 from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
@@ -470,6 +471,10 @@ async def test_a_state_directory_of_another_default_model_is_refused_at_the_star
         with pytest.raises(NoBannerError, match="of the model 'solver', not of 'coder'"):
             async with router_process(*state, "--model-id", "coder", *more):
                 pass
+    embedded = create_app(RouterConfig(state_dir=str(tmp_path), model_id="coder"))
+    with pytest.raises(ConfigError, match="of the model 'solver', not of 'coder'"):
+        async with embedded.running():
+            pass
 
 
 @pytest.mark.alone("of several processes the leader learns from the others which middlewares there are")
@@ -481,3 +486,14 @@ async def test_a_worker_whose_model_the_settings_no_longer_allow_is_left_out(tmp
                     body = {"url": judge.url, "model_id": "judge"}
                     assert (await SessionTrial(router, []).ask("POST", "/workers", body)).status == 201
                 assert (await router.ask("GET", "/list_workers")).json()["urls"] == kept
+
+
+async def test_a_worker_from_before_the_router_had_a_model_id_shows_it_after_a_restart(tmp_path: Path) -> None:
+    unnamed = {"state_dir": str(tmp_path), "trained_models": (), "model_id": None}
+    async with SimulatedWorker(tokenizer=qwen3()) as worker:
+        for named, shown in ((unnamed, None), ({"state_dir": str(tmp_path)}, SOLVER)):
+            async with running_router(**settings(**named)) as router:
+                if named is unnamed:
+                    assert (await SessionTrial(router, []).ask("POST", "/workers", {"url": worker.url})).status == 201
+                (found,) = (await router.ask("GET", "/workers")).json()["workers"]
+                assert (found["url"], found.get("model_id")) == (worker.url, shown)
