@@ -21,7 +21,9 @@ from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
+from tests.support.browser import Browser
 from tests.support.cache_trial import CACHE, Trial, checkpoint, exactly_recorded
+from tests.support.dashboards import cells, dashboard, go
 from tests.support.fleet import JSON, info
 from tests.support.http import Pairs, RawReply
 from tests.support.layers import layered, ports, post, process_at, written
@@ -34,6 +36,7 @@ from tests.support.waiting import until
 
 SOLVER, CODER = "solver", "coder"
 BELOW = f"/models/{CODER}"
+DASHBOARD = "middleware_hub.dashboard_middleware.DashboardMiddleware"
 HI = {"text": "Hi", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 
 
@@ -312,6 +315,33 @@ async def test_a_model_with_another_tokenizer_is_no_teacher_of_the_other(shared:
             assert (reply.status, reply.error_type) == (409, "conflict"), reply.body
             assert shared.workers[teacher].url in reply.body.decode()
             assert (await trial.turn(session, [user("Ho")])).status == 200, "as the model's own worker it agrees"
+
+
+async def test_the_dashboard_below_a_model_asks_and_shows_that_model_alone(browser: Browser) -> None:
+    layers = (MiddlewareSpec(DASHBOARD), *settings()["middlewares"])
+    async with scene(middlewares=layers) as made:
+        for trial, name in ((made.solver, SOLVER), (made.coder, CODER)):
+            for session in ("same", f"of-{name}"):
+                await trial.create(session, metadata={"group": "prompt-1"})
+                await trial.chat(session, [user(f"Hi {name}")])
+            await made.texts(name).generate(**HI, model=name)
+        async with dashboard(browser, f"{made.router.url}{BELOW}", "#/episodes") as page:
+            links = await page.value("[...document.querySelectorAll('#view a')].map((link) => link.href)")
+            assert {link.partition("#")[0] for link in links} == {f"{made.router.url}{BELOW}/dashboard"}
+            rows = [row[0] for row in await cells(page, "episodes")]
+            assert rows[-2:] == [f"of-{CODER}", "same"]
+            assert [row.startswith("text@") for row in rows] == [True, False, False]
+            for episode in (*rows, "same"):
+                await go(page, f"#/episodes/{quote(episode, safe='')}")
+                await page.until("document.querySelector('.tokens .token')")
+                assert f"Hi {SOLVER}" not in await page.text("#view")
+            await page.until(f"document.getElementById('view').textContent.includes('Hi {CODER}')")
+            for view in ("#/run", "#/fleet"):
+                await go(page, view)
+            assert await page.text("#workers") == "1 of 1"
+            assert made.workers[SOLVER].url not in await page.text("#view")
+            asked = [urlsplit(each).path for each in page.asked]
+            assert [path for path in asked if not path.startswith(f"{BELOW}/")] == []
 
 
 async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> None:
