@@ -251,12 +251,17 @@ class OpenAISessionMiddleware:
         names = (dialect.owner_name(scope) for dialect in self._dialects)
         return next((name for name in names if name is not None), None)
 
+    def shape_errors(self, scope: Scope) -> None:
+        """Write the errors of a request within a session in the format of its agent API."""
+        if scope["path"].startswith(PREFIX):
+            self._endpoint.speak(scope, path_in_session(scope["path"]))
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace requests within sessions; forward all others unchanged."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(PREFIX):
-            self._endpoint.speak(scope, path_in_session(scope["path"]))
+            self.shape_errors(scope)
             session, inner = resolve(self.store, scope)
             await self._endpoint.request(session, inner, receive, send)
         else:

@@ -18,7 +18,7 @@ from miles_router.asgi.wire import GROUP, decode_path, first_header
 from miles_router.errors import ClientDisconnected, InternalError, RouterError, UnknownModel, UpstreamBroken
 from miles_router.fleet.placement.sessions import SESSION_PREFIX
 from miles_router.metrics import ClientStatistics
-from miles_router.middlewares.contract import ASGIApp, Restores
+from miles_router.middlewares.contract import ASGIApp, Restores, ShapesErrors
 from miles_router.middlewares.loading import each_once
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
@@ -105,11 +105,13 @@ class RouterApp:
                 if not exchange.forwarded:
                     self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
+                    self._shape_errors(scope)
                     await _answer(error, exchange, outlet)
                 refused = error.status
             else:  # a RouterError without a type is for control flow; a layer should have caught it
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
                 if outlet.status == 0:
+                    self._shape_errors(scope)
                     await _answer(InternalError("the router failed; its log has the details"), exchange, outlet)
         finally:
             if self._counts and not exchange.forwarded:  # otherwise the process that answers counts it
@@ -184,6 +186,11 @@ class RouterApp:
         scope[SCOPE_KEY].routing.group = first_header(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
         return entrance.routes if rule.own else self._stack
+
+    def _shape_errors(self, scope: Scope) -> None:
+        for layer in self._entrances[_trained(scope)].layers:
+            if isinstance(layer, ShapesErrors):
+                layer.shape_errors(scope)
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         """Count a failed request and log it in one line.

@@ -148,7 +148,8 @@ def read_error(status: int, headers: Mapping[str, str], raw: bytes) -> RouterCli
     found = body.get("error") if isinstance(body, dict) else None
     described: Mapping[str, Any] = found if isinstance(found, dict) else {}
     own = "request_id" in described
-    name = str(described.get("type") or "")
+    # OpenAI's form has the router's type as `code`.
+    name = str((own and described.get("code")) or described.get("type") or "")
     retry_after = _seconds(headers.get("Retry-After")) if own else None
     kind = BY_TYPE.get(name, ErrorReply) if own else ErrorReply
     return kind(

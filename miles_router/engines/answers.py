@@ -164,6 +164,8 @@ def sampling_mask_of(meta: Mapping[str, Any], ids: Sequence[int]) -> SamplingMas
             raise UnreadableAnswer("token_counts_disagree", f"{name} does not have one element per token")
     try:
         if any(isinstance(each, list) for each in logprobs):  # `sampling_logprobs_mode: "support"`: one per id of a set
+            if [*map(len, logprobs)] != [*map(len, sets)]:
+                raise ValueError(f"{SAMPLING_LOGPROBS} does not have one logprob per id of each set")
             logprobs = [each[told.index(token)] for each, told, token in zip(logprobs, sets, ids, strict=True)]
         return SamplingMask.of(sets, logprobs, token_array(ids))
     except (ValueError, *MALFORMED) as error:

@@ -1,7 +1,8 @@
 """The middleware contract: a pure ASGI class with `__init__(self, app, *, router, **typed options)`.
 
-Nine methods are optional; the router finds them by name: `lifespan()`, `routes()`, `admin_routes()`, `open_routes()`,
-`data_paths()`, `key_of()`, `owner_name()`, `metrics()`, `restore()`.
+Ten methods are optional; the router finds them by name: `lifespan()`, `routes()`, `admin_routes()`, `open_routes()`,
+`data_paths()`, `key_of()`, `owner_name()`, `metrics()`, `restore()`,
+`shape_errors()`.
 A class with `one_model = True` serves one model: it is built for each trained model, and requests for other models
 skip it.
 """
@@ -98,6 +99,17 @@ class HasOwners(Protocol):
     """
 
     def owner_name(self, scope: Scope) -> str | None: ...
+
+
+@runtime_checkable
+class ShapesErrors(Protocol):
+    """A middleware whose paths belong to another API, which has a form of its own for errors.
+
+    The router calls `shape_errors` for an error that may have been raised before the request entered the stack: for a
+    wrong key, a body that is too large, an owner that is down. It sets `error_body` of the request's exchange.
+    """
+
+    def shape_errors(self, scope: Scope) -> None: ...
 
 
 @runtime_checkable

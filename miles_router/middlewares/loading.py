@@ -20,6 +20,7 @@ from miles_router.settings.values import WrongValue, convert, describe
 
 CAPABILITIES = (
     *("lifespan", "routes", "admin_routes", "open_routes", "data_paths", "key_of", "owner_name", "metrics", "restore"),
+    "shape_errors",
 )
 REQUIRED: Any = inspect.Parameter.empty
 

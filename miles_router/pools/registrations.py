@@ -34,7 +34,10 @@ def check_state(store: StateStore, model_id: str | None) -> None:
         ConfigError: another running router has it, its file cannot be used, or its sessions and texts are those of
             another default model.
     """
-    head = store.check(_owner(RUN, "")).get(0)
+    _check_model(store, store.check(_owner(RUN, "")).get(0), model_id)
+
+
+def _check_model(store: StateStore, head: bytes | None, model_id: str | None) -> None:
     recorded = None if head is None else orjson.loads(head).get("model_id")
     if None not in (recorded, model_id) and recorded != model_id:
         raise ConfigError(
@@ -50,6 +53,17 @@ class Registrations:
     def __init__(self, store: StateStore | None, pools: Pools) -> None:
         self.store = store if store is not None and CONTROL in store.slots else None
         self._pools = pools
+
+    async def check_model(self) -> None:
+        """Check a directory that other running processes may have open, which `check_state` cannot.
+
+        Raises:
+            ConfigError: its sessions and texts are those of another default model.
+            StateError: it cannot be read.
+        """
+        if self.store is not None:
+            head = (await self.store.load(_owner(RUN, ""), slot=CONTROL)).get(0)
+            _check_model(self.store, head, self._pools.default.name or None)
 
     async def hold(self, worker: Worker, pool: str) -> None:
         """Record a worker that has joined this pool or was changed. Raises StateError if it cannot be made durable."""
@@ -115,7 +129,8 @@ class Registrations:
         except BadRequest as error:  # the settings have changed, and no longer allow this pool
             logger.warning("worker_not_restored", extra={"fields": {"url": record["url"], "reason": str(error)}})
             return
-        pool.fleet.pool.add(parse_worker_url(record["url"]), api_key=record["api_key"], attributes=record["attributes"])
+        attributes = {**record["attributes"], "model_id": pool.name} if pool.name else record["attributes"]
+        pool.fleet.pool.add(parse_worker_url(record["url"]), api_key=record["api_key"], attributes=attributes)
 
     @staticmethod
     async def _held(store: StateStore) -> list[dict[str, Any]]:

@@ -142,6 +142,7 @@ class LeaderRole(ProcessRole):
         self._registrations = registrations
         try:
             if not self.shards.local and registrations.store is not None:
+                await registrations.check_model()
                 self._leadership = StoredLeadership(registrations.store)
             term, first = await self._leadership.claim()
         except StateError as error:
@@ -328,6 +329,9 @@ class LeaderRole(ProcessRole):
         shard = fields["join"][0]
         if fields["shards"] != count or shard not in range(count):
             return f"it is configured as shard {shard} of {fields['shards']}, but the leader has {count} shards"
+        model, own = fields["model_id"], self._config.model_id
+        if None not in (model, own) and model != own:  # its state directory has sessions of the leader's model
+            return f"its --model-id is {model!r}, and the leader's is {own!r}: start all processes with the same one"
         return None
 
     async def _is_paused(self, message: Message) -> Message:

@@ -49,7 +49,9 @@ class ProcessRole:
         return routes
 
     async def restore(self, registrations: Registrations) -> None:
-        """Restore the workers that were registered before. Raises the errors of `Registrations.restore`."""
+        """Restore the workers that were registered before. Raises the errors of `Registrations.check_model` and
+        `restore`."""
+        await registrations.check_model()
         await registrations.restore()
 
     @asynccontextmanager

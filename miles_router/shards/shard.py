@@ -159,7 +159,8 @@ class ShardRole(ProcessRole):
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         self.membership.store = pools.default.router.store
-        self.membership.join_fields = {"one_model_only": pools.one_model_only, "stack": self._admin.stack}
+        one_model, model = pools.one_model_only, pools.default.name or None
+        self.membership.join_fields = {"one_model_only": one_model, "stack": self._admin.stack, "model_id": model}
         self.membership.on_lease_gained = self._open_gates
         async with self.membership.running():
             reporting = tasks.spawn(self._report_loads(), name="report loads")

@@ -331,6 +331,37 @@ async def test_a_key_comes_as_each_api_s_clients_send_it(stage: Stage) -> None:
         assert b"secret" not in heads, "no worker sees it"
 
 
+async def test_a_request_refused_before_its_session_is_told_in_the_api_s_form(stage: Stage) -> None:
+    """A wrong key, a body whose announced size is too large, and a page of another origin."""
+    kinds = {
+        MESSAGES: ("authentication_error", "request_too_large", "permission_error"),
+        RESPONSES: ("invalid_request_error",) * 3,
+    }
+    plain, key = ("unauthorized", "invalid_request", "unauthorized"), ("Authorization", "Bearer secret")
+    elsewhere = ("Origin", "http://elsewhere.example")
+    small = {"max_request_bytes": 1000}
+    async with (
+        simulated_sessions(stage, settings={"api_key": "secret", **small}) as keyed,
+        simulated_sessions(stage, settings=small) as open_to_all,
+    ):
+        made = await keyed.ask("POST", "/sessions", {"session_id": "s"}, [key])
+        assert (made.status, await open_to_all.create("s")) == (200, "s")
+        for api, stream in itertools.product(TALKS, BOTH):
+            short, long = (api.body([user(text)], 4, stream=stream) for text in ("Hi", "word " * 300))
+            refused = (
+                await api.post(keyed, "s", short, [("Authorization", "Bearer wrong")]),
+                await api.post(keyed, "s", long, [key]),
+                await open_to_all.ask("DELETE", f"/sessions/s{api.path}/r", headers=[elsewhere]),
+            )
+            for answer, status, kind, own in zip(
+                refused, (401, 413, 403), kinds.get(api.path, plain), plain, strict=True
+            ):
+                with case(api, stream, status):
+                    error = answer.json()["error"]
+                    assert (answer.status, error["type"]) == (status, kind), answer.body
+                    assert api.path not in kinds or error.get("details", {}).get("error_code", error.get("code")) == own
+
+
 def test_the_table_has_every_api() -> None:
     assert {api.path for api in PLAIN} == {api.path for api in AGENT_APIS}
 

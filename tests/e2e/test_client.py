@@ -103,6 +103,16 @@ async def test_what_the_router_refuses_is_an_error_with_its_type(router: Running
         assert (caught.value.status, caught.value.retryable) == (400, False)
 
 
+async def test_an_unknown_model_has_the_router_s_type(stage: Stage, workers: list[SimulatedWorker]) -> None:
+    """OpenAI's form of this error has the router's type as `code`."""
+    router = await stage.router()
+    async with connected(router.url) as client:
+        await client.add_worker(workers[0].url, model_id="policy")
+        with pytest.raises(ErrorReply) as caught:
+            await client.generate("a", model="gpt-4", sampling_params=SHORT)
+        assert (caught.value.status, caught.value.type) == (404, "model_not_found")
+
+
 # Workers
 
 

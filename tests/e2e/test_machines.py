@@ -277,3 +277,15 @@ async def test_a_shard_that_does_not_see_the_leaders_lock_is_refused(tmp_path: P
         await until(lambda: node.process.poll() is not None, "it ends")
         assert "the leader's lock is not seen here" in node.log()
         assert not (tmp_path / "own" / "slot-01.sqlite").exists(), "nothing was changed"
+
+
+async def test_a_state_directory_of_another_default_model_is_refused_by_each_process(tmp_path: Path) -> None:
+    async with SimulatedWorker() as worker, running(worker, tmp_path, model_id="solver") as router:
+        node = router.nodes[1]
+        node.send(signal.SIGKILL)
+        router.start_node(1, model_id="coder")
+        await until(lambda: node.process.poll() is not None, "it ends")
+        assert "its --model-id is 'coder', and the leader's is 'solver'" in node.log()
+    with pytest.raises(AssertionError, match="of the model 'solver', not of 'coder'"):
+        async with machines(lease=LEASE, state_dir=str(tmp_path), model_id="coder"):
+            pass

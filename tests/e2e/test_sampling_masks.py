@@ -233,6 +233,7 @@ async def test_an_engine_that_ignores_the_field_is_found_out(stage: Stage) -> No
         *(({**whole, MASK: [[7]]}, True, False), ({**whole, LOGPROBS: []}, True, False)),
         *(({**whole, LOGPROBS: [-0.5, -0.5]}, True, False), ({**support, LOGPROBS: [[-1.0]]}, True, False)),
         *(({**whole, LOGPROBS: [None]}, True, False), ({**whole, LOGPROBS: [0.5]}, True, False)),
+        ({**support, LOGPROBS: [[-1.0, -0.5, -0.2]]}, True, False),
     ):
         with case(fields, asked):
             rid = f"{fields} {asked}"

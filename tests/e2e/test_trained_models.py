@@ -15,12 +15,15 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from miles_router import create_app
 from miles_router.client import RouterClient
 from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, Receive, Router, Scope, Send
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
+from tests.support.browser import Browser
 from tests.support.cache_trial import CACHE, Trial, checkpoint, exactly_recorded
+from tests.support.dashboards import cells, dashboard, go
 from tests.support.fleet import JSON, info
 from tests.support.http import Pairs, RawReply
 from tests.support.layers import layered, ports, post, process_at, written
@@ -33,6 +36,7 @@ from tests.support.waiting import until
 
 SOLVER, CODER = "solver", "coder"
 BELOW = f"/models/{CODER}"
+DASHBOARD = "middleware_hub.dashboard_middleware.DashboardMiddleware"
 HI = {"text": "Hi", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 
 
@@ -313,6 +317,33 @@ async def test_a_model_with_another_tokenizer_is_no_teacher_of_the_other(shared:
             assert (await trial.turn(session, [user("Ho")])).status == 200, "as the model's own worker it agrees"
 
 
+async def test_the_dashboard_below_a_model_asks_and_shows_that_model_alone(browser: Browser) -> None:
+    layers = (MiddlewareSpec(DASHBOARD), *settings()["middlewares"])
+    async with scene(middlewares=layers) as made:
+        for trial, name in ((made.solver, SOLVER), (made.coder, CODER)):
+            for session in ("same", f"of-{name}"):
+                await trial.create(session, metadata={"group": "prompt-1"})
+                await trial.chat(session, [user(f"Hi {name}")])
+            await made.texts(name).generate(**HI, model=name)
+        async with dashboard(browser, f"{made.router.url}{BELOW}", "#/episodes") as page:
+            links = await page.value("[...document.querySelectorAll('#view a')].map((link) => link.href)")
+            assert {link.partition("#")[0] for link in links} == {f"{made.router.url}{BELOW}/dashboard"}
+            rows = [row[0] for row in await cells(page, "episodes")]
+            assert rows[-2:] == [f"of-{CODER}", "same"]
+            assert [row.startswith("text@") for row in rows] == [True, False, False]
+            for episode in (*rows, "same"):
+                await go(page, f"#/episodes/{quote(episode, safe='')}")
+                await page.until("document.querySelector('.tokens .token')")
+                assert f"Hi {SOLVER}" not in await page.text("#view")
+            await page.until(f"document.getElementById('view').textContent.includes('Hi {CODER}')")
+            for view in ("#/run", "#/fleet"):
+                await go(page, view)
+            assert await page.text("#workers") == "1 of 1"
+            assert made.workers[SOLVER].url not in await page.text("#view")
+            asked = [urlsplit(each).path for each in page.asked]
+            assert [path for path in asked if not path.startswith(f"{BELOW}/")] == []
+
+
 async def test_an_unknown_model_is_404_and_nothing_is_asked(shared: Scene) -> None:
     for path in ("/models/other/sessions", f"{BELOW}", "/models/"):
         with case(path):
@@ -470,6 +501,10 @@ async def test_a_state_directory_of_another_default_model_is_refused_at_the_star
         with pytest.raises(NoBannerError, match="of the model 'solver', not of 'coder'"):
             async with router_process(*state, "--model-id", "coder", *more):
                 pass
+    embedded = create_app(RouterConfig(state_dir=str(tmp_path), model_id="coder"))
+    with pytest.raises(ConfigError, match="of the model 'solver', not of 'coder'"):
+        async with embedded.running():
+            pass
 
 
 @pytest.mark.alone("of several processes the leader learns from the others which middlewares there are")
@@ -481,3 +516,14 @@ async def test_a_worker_whose_model_the_settings_no_longer_allow_is_left_out(tmp
                     body = {"url": judge.url, "model_id": "judge"}
                     assert (await SessionTrial(router, []).ask("POST", "/workers", body)).status == 201
                 assert (await router.ask("GET", "/list_workers")).json()["urls"] == kept
+
+
+async def test_a_worker_from_before_the_router_had_a_model_id_shows_it_after_a_restart(tmp_path: Path) -> None:
+    unnamed = {"state_dir": str(tmp_path), "trained_models": (), "model_id": None}
+    async with SimulatedWorker(tokenizer=qwen3()) as worker:
+        for named, shown in ((unnamed, None), ({"state_dir": str(tmp_path)}, SOLVER)):
+            async with running_router(**settings(**named)) as router:
+                if named is unnamed:
+                    assert (await SessionTrial(router, []).ask("POST", "/workers", {"url": worker.url})).status == 201
+                (found,) = (await router.ask("GET", "/workers")).json()["workers"]
+                assert (found["url"], found.get("model_id")) == (worker.url, shown)
