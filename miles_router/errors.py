@@ -36,7 +36,7 @@ message has the particular reason. Replies of workers, including 4xx and 5xx, ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 #: Sent with errors that are safe to repeat.
@@ -49,7 +49,7 @@ class RouterError(Exception):
 
     status: int = 500
     type: str = ""
-    headers: ClassVar[Mapping[str, str]] = {}
+    headers: Mapping[str, str] = {}
 
     def body(self, request_id: str) -> dict[str, dict[str, str]]:
         """Return the JSON body of the error reply."""
@@ -78,7 +78,7 @@ class Unauthorized(BadRequest):
 
     status = 401
     type = "unauthorized"
-    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"WWW-Authenticate": "Bearer"}
 
 
 class ForeignOrigin(BadRequest):
@@ -114,6 +114,10 @@ class MethodNotAllowed(BadRequest):
     """The path belongs to the router or a middleware, and does not support this method."""
 
     status = 405
+
+    def __init__(self, message: str, allowed: Iterable[str]) -> None:
+        super().__init__(message)
+        self.headers = {"Allow": ", ".join(allowed)}
 
 
 class BodyTooLarge(BadRequest):
@@ -156,7 +160,7 @@ class NoWorkerAvailable(RouterError):
 
     status = 503
     type = "no_worker_available"
-    headers: ClassVar[Mapping[str, str]] = REPEAT
+    headers: Mapping[str, str] = REPEAT
 
 
 class Unavailable(RouterError):
@@ -165,7 +169,7 @@ class Unavailable(RouterError):
 
     status = 503
     type = "unavailable"
-    headers: ClassVar[Mapping[str, str]] = REPEAT
+    headers: Mapping[str, str] = REPEAT
 
 
 class FleetPaused(RouterError):
@@ -173,7 +177,7 @@ class FleetPaused(RouterError):
 
     status = 503
     type = "unavailable"
-    headers: ClassVar[Mapping[str, str]] = REPEAT
+    headers: Mapping[str, str] = REPEAT
 
 
 class PartlyFailed(RouterError):
@@ -213,7 +217,7 @@ class StateHeld(StateError):
 
     status = 503
     label = "state_held"
-    headers: ClassVar[Mapping[str, str]] = REPEAT
+    headers: Mapping[str, str] = REPEAT
 
 
 class StateOutdated(StateError):

@@ -13,7 +13,7 @@ AnswerCut               503 unavailable, with Retry-After: the turn was recorded
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from miles_router.engines.refusals import Overflow
 from miles_router.errors import REPEAT, BadRequest, NotFound, Unavailable, UpstreamError
@@ -72,7 +72,7 @@ class UnusableSample(BadRequest):
 class TooManySessions(Unavailable):
     """The router has reached its limit of sessions, or of their bytes."""
 
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "5"}
+    headers: Mapping[str, str] = {"Retry-After": "5"}
 
 
 class UnusableAnswer(UpstreamError):
@@ -85,4 +85,4 @@ class AnswerCut(UpstreamError):
 
     status = 503
     type = Unavailable.type
-    headers: ClassVar[Mapping[str, str]] = REPEAT
+    headers: Mapping[str, str] = REPEAT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from miles_router.errors import NotFound, UpstreamError
 from miles_router.trajectory.rows import RowKind
@@ -15,7 +14,7 @@ KNOWN = "x-trajectory"
 class RowsNotHeld(NotFound):
     """The trajectory is known, but its rows never came, did not fit, or have been evicted."""
 
-    headers: ClassVar[Mapping[str, str]] = {KNOWN: "known"}
+    headers: Mapping[str, str] = {KNOWN: "known"}
 
 
 class RowsMissing(UpstreamError):

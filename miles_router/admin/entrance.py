@@ -94,8 +94,7 @@ class Entrance:
             listed=(*CLIENT_PATHS, *config.data_paths, *layered),
             keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
         )
-        fences = _fences((*opened, *administration, *control))
-        layers_own = _fences(_path(route) for route in (*extra, reach) if isinstance(route, Route))
+        fences, layers_own = _fences(chain(*groups)), _fences((*extra, reach))
         routes = OwnRoutes((*chain(*groups), *fences, *extra, reach, *layers_own), default=stack)
         return cls(routes, access_rules, layers)
 
@@ -138,8 +137,12 @@ def _check_routes(
         taken |= {*segments}
 
 
-def _fences(paths: Iterable[str]) -> list[Route]:
-    return [Route(path, _WrongMethod()) for path in dict.fromkeys(paths)]
+def _fences(routes: Iterable[BaseRoute]) -> list[Route]:
+    methods: dict[str, set[str]] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            methods.setdefault(route.path, set()).update(route.methods or ())
+    return [Route(path, _WrongMethod(allowed)) for path, allowed in methods.items()]
 
 
 def _path(route: BaseRoute) -> str:
@@ -159,5 +162,8 @@ def _fixed_segment(route: BaseRoute) -> str:
 class _WrongMethod:
     """An ASGI app behind the routes of the router and of the middlewares: it refuses methods that no route accepts."""
 
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = sorted(allowed)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")
+        raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}", self._allowed)

@@ -252,4 +252,7 @@ async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage)
         with case(method, path):
             answer = await router.ask(method, path)
             assert (answer.status, answer.error_type) == (405, "invalid_request")
+            (allowed,) = answer.values("allow")
+            assert allowed
+            assert method.encode() not in allowed.split(b", ")
             assert worker.requests == []
