@@ -30,6 +30,8 @@ WATCHING: dict[str, Any] = {**PROBING, "stall_timeout": STALL}
 REASON = f"stalled: its engine gave no sign of life for {STALL:g} s"
 #: Many times what it takes to give an engine up.
 LONG = 4 * STALL
+#: Tokens that take eight seconds.
+LASTING = 400
 
 
 def generating(router: RunningRouter, tokens: int = 100, **fields: Any) -> asyncio.Task[Any]:
@@ -43,11 +45,11 @@ async def on_each(*workers: SimulatedWorker) -> None:
 
 async def one_on_each(router: RunningRouter, sick: SimulatedWorker, well: SimulatedWorker) -> list[asyncio.Task[Any]]:
     """One after the other: processes that do not know yet what others have sent may choose the same worker. The first
-    is long enough to be there still."""
-    first = generating(router)
+    is long enough to be there still, on a busy machine too."""
+    first = generating(router, LASTING)
     await until(lambda: sick.running or well.running, "one runs")
     await until_all_know(router, in_flight=1)
-    answers = [first, generating(router)]
+    answers = [first, generating(router, LASTING)]
     await on_each(sick, well)
     return answers
 
@@ -189,7 +191,7 @@ async def test_it_is_found_while_a_pause_waits_for_it(stage: Stage) -> None:
         assert (await pausing).status == 200
         sick.engine.token_latency_s = well.engine.token_latency_s = 0
         assert (await post(router, "/continue_generation")).status == 200
-        assert [len((await each).json()["output_ids"]) for each in answers] == [100, 100]
+        assert [len((await each).json()["output_ids"]) for each in answers] == [LASTING, LASTING]
 
 
 @pytest.mark.parametrize("query", ["", "&drain=true"], ids=["removed", "draining"])
