@@ -22,7 +22,7 @@ apt = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && printf '==> apt-
 
 # Tests start hundreds of interpreters; without bytecode each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
-# How many processes run tests: `auto` is one for each core and one for those that wait for SGLang.
+# How many processes run tests: `auto` is one for each core, and two for those that wait.
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # What each change is tried with on routers of several processes; `make processes` has all.

@@ -115,7 +115,7 @@ class MethodNotAllowed(BadRequest):
 
     status = 405
 
-    def __init__(self, message: str, allowed: Iterable[str]) -> None:
+    def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.headers = {"Allow": ", ".join(allowed)}
 

@@ -47,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: one process for each core, and one for the tests that wait for SGLang."""
-    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) + 1
+    """`-n auto`: one process for each core, and two that wait: for SGLang, and for pauses and processes."""
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) + 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
