@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import random
 import sys
 import time
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from transformers import AutoTokenizer
 
 from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from miles_router.app import create_app
@@ -79,14 +81,21 @@ APIS: Mapping[str, tuple[str, Callable[[list[dict[str, Any]]], dict[str, Any]], 
 }
 
 
+@functools.cache
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(tokenizer_directory("qwen3"))
+
+
 class Engine:
     """Answers at once with tokens that it made up before; keeps the CPU time it takes."""
 
     def __init__(self, tokens: int, seed: int) -> None:
         source = random.Random(seed)
-        ids = [source.randrange(1000, 100_000) for _ in range(tokens - 1)] + [STOP]
-        self.triples = [[-source.random(), token, None] for token in ids]
-        self.text = " ".join(source.choice(WORDS) for _ in range(tokens))
+        words = " ".join(source.choice(WORDS) for _ in range(tokens))
+        ids: list[int] = _tokenizer().encode(words)[: tokens - 1]
+        self.triples = [[-source.random(), token, None] for token in [*ids, STOP]]
+        #: What the ids say: a session looks whether its message is all of it.
+        self.text = _tokenizer().decode(ids)
         self.seconds = 0.0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
