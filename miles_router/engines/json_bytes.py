@@ -239,13 +239,13 @@ class Field:
         """
         return (value_at(data, at) for at in self.places(data, start))
 
-    def only(self, data: bytes) -> object:
-        """Return the value of a field that occurs exactly once.
+    def only(self, data: bytes, start: int = 0) -> object:
+        """Return the value of a field that occurs exactly once from `start` on.
 
         Raises:
             Incomplete: the field is missing or occurs several times, or the bytes end inside the value.
         """
-        places = self.places(data)
+        places = self.places(data, start)
         at = next(places, None)
         if at is None or next(places, None) is not None:
             raise Incomplete(f"{self.quoted.decode()} does not stand exactly once")
