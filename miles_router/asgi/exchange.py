@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from miles_router.partial_rollouts.moves.moved import Relocation
     from miles_router.serving.client_request import ClientRequest
 
-
 _arrivals = itertools.count(1)
 
 

@@ -1,5 +1,5 @@
-"""Timers of a request: a watch that stops it when its client disconnects or its timeout expires, heartbeats
-for its stream, and the timer that many items with the same timeout share.
+"""Timers of a request: a watch that stops it when its client disconnects or its timeout expires, heartbeats for its
+stream, and the timer that many items with the same timeout share.
 
 ASGI reports a disconnect only through `receive`, so a second task has to wait there while the request's task waits for
 the worker. For a short request that task would cost more than everything else, so it starts only after `WATCH_DELAY`.

@@ -22,15 +22,11 @@ from urllib.parse import unquote_to_bytes
 from miles_router.errors import BadRequest
 
 RawHeaders = list[tuple[bytes, bytes]]
-
 #: Fields about one connection, which never cross a proxy, whether or not `Connection` names them.
 HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade"})
-
 #: Fields that the router does not forward to workers. It writes its own Host and Content-Length, and has already
 #: answered `Expect` when it read the body.
 REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-
-
 #: The group of a request; requests of one group can be aborted together.
 GROUP = b"x-group-id"
 #: The usual values of `Connection`; they name only fields that are dropped anyway.

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from miles_router.middlewares.contract import ASGIApp
     from miles_router.middlewares.router import Router
 
-
 LAYER = "partial_rollouts"
 
 

@@ -1,8 +1,8 @@
 """The middleware contract: a pure ASGI class with `__init__(self, app, *, router, **typed options)`.
 
 Ten methods are optional; the router finds them by name: `lifespan()`, `routes()`, `admin_routes()`, `open_routes()`,
-`data_paths()`, `key_of()`, `owner_name()`, `metrics()`, `restore()`,
-`shape_errors()`.
+`data_paths()`, `key_of()`, `owner_name()`, `metrics()`, `restore()`, `shape_errors()`.
+
 A class with `one_model = True` serves one model: it is built for each trained model, and requests for other models
 skip it.
 """

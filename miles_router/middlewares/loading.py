@@ -19,8 +19,8 @@ from miles_router.settings.config import MiddlewareSpec, OptionText, middleware_
 from miles_router.settings.values import WrongValue, convert, describe
 
 CAPABILITIES = (
-    *("lifespan", "routes", "admin_routes", "open_routes", "data_paths", "key_of", "owner_name", "metrics", "restore"),
-    "shape_errors",
+    *("lifespan", "routes", "admin_routes", "open_routes", "data_paths"),
+    *("key_of", "owner_name", "metrics", "restore", "shape_errors"),
 )
 REQUIRED: Any = inspect.Parameter.empty
 

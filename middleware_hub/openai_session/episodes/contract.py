@@ -28,7 +28,6 @@ from miles_router.errors import BadRequest
 if TYPE_CHECKING:
     from middleware_hub.openai_session.turns.keeper import RunningTurn
 
-
 #: For a fixed setting, other settings of a request with the same effect; they are removed.
 SAME_EFFECT = {"stop": ("stop_token_ids", "stop_regex")}
 REFUSE, MARK, REPLACE, WAIT = "refuse", "mark", "replace", "wait"
