@@ -15,9 +15,11 @@ import pytest
 from miles_router.engines.known import overflow_of
 from miles_router.fleet.workers import WorkerState
 from tests.support.cache_trial import checkpoint
+from tests.support.experts_trial import experts_of, experts_trial
 from tests.support.fleet import PROBING, becomes, info, post, posting
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
+from tests.support.session_trial import CHAT, SESSIONS, user
 from tests.support.simulated_vllm import CONTEXT, EXPERTS, LAYERS, LIKELY, TOP, SimulatedVLLM
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -301,6 +303,24 @@ async def test_routed_experts_come_as_int32_from_the_row_that_is_asked_for(stage
         none = {**GENERATE, "return_routed_experts": True, "sampling_params": {"max_new_tokens": 0}}
         prompt = (await post(router, "/generate", **none)).json()["meta_info"]["routed_experts"]
         assert len(base64.b64decode(prompt)) == 2 * LAYERS * TOP * 4
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_session_has_the_routed_experts_of_all_its_tokens(stage: Stage, stream: bool) -> None:
+    async with SimulatedVLLM(checkpoint(), experts=True).running() as worker:
+        options = {"moe_shape": f"{LAYERS}x{EXPERTS}x{TOP}"}
+        trial = await experts_trial(stage, worker.url, around=(SESSIONS,), options=options)
+        session, history = await trial.create(), [user("Hi")]
+        for turn in range(3):
+            turn_of = {"messages": history, "max_tokens": 6, "ignore_eos": True, "stream": stream}
+            answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", turn_of)
+            assert answer.status == 200, answer.body
+            recorded = (await trial.ask("GET", f"/sessions/{session}")).json()["records"][-1]
+            history += [recorded["response"]["choices"][0]["message"], user(f"And {turn}?")]
+        (sample,) = await trial.samples(session)
+        tokens, rows = sample["tokens"], experts_of(sample)
+        assert rows.shape == (len(tokens) - 1, LAYERS, TOP)
+        assert rows[:, 0, 0].tolist() == [token % EXPERTS for token in tokens[:-1]]
 
 
 @pytest.mark.parametrize(
