@@ -126,7 +126,7 @@ class ExpertsTrial(SessionTrial):
 
 async def experts_trial(
     stage: Stage,
-    *workers: SimulatedWorker | ScriptedWorker,
+    *workers: SimulatedWorker | ScriptedWorker | str,
     around: Sequence[str | tuple[str, Mapping[str, Any]]] = (),
     options: Mapping[str, Any] | None = None,
     **settings: Any,
