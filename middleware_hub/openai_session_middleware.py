@@ -152,9 +152,8 @@ class OpenAISessionMiddleware:
         self._encoder = AsyncEncoder.of(router)
         self._agreement = TokenizerAgreement.of(router)
         continuation = build(router.tokenizer, tito_model or None, self._encoder)
-        recorder = TurnRecorder(
-            self.store, continuation.is_special, router.tokenizer.decode, now=time.time, run=router.run
-        )
+        text_of = self._encoder.encoder.text_of
+        recorder = TurnRecorder(self.store, continuation.is_special, text_of, now=time.time, run=router.run)
         settings = RunSettings(lora_path, chat_template_kwargs or {}, RunPolicy.checked(media, unknown_fields))
         agent_apis = [api(continuation, equal, settings) for api in AGENT_APIS]
         try:

@@ -120,7 +120,8 @@ class TokenizerAgreement:
         """
         routing = Exchange.of(scope).routing
         routing.excluded_workers = self._barred
-        await self._settle_all(first_header(scope["headers"], b"authorization"))
+        if not all(map(self._is_settled, self._router.pool.routable)):
+            await self._settle_all(first_header(scope["headers"], b"authorization"))
         if not self._differing:
             return
         snapshot, barred = self._router.pool.snapshot, self._barred()

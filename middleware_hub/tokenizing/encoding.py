@@ -10,7 +10,7 @@ import numpy as np
 
 from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.ascii_encoding import ascii_encoder
-from miles_router.engines.spelling import NO_CUT, Ends, Spelling, speller_for
+from miles_router.engines.spelling import NO_CUT, ByteLevelSpeller, Ends, Spelling, speller_for
 from miles_router.errors import ConfigError, InternalError
 from miles_router.trajectory.pieces import Tokens
 
@@ -121,6 +121,12 @@ class TextEncoder:
         ends = np.full(len(ids), NO_CUT, dtype=np.uint32)
         ends[-1:] = len(text)
         return Spelling(text, ends)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of ids as the tokenizer decodes them, with special tokens."""
+        if isinstance(self._speller, ByteLevelSpeller):  # five times as fast as the tokenizer
+            return self._speller.text_of(ids)
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def align(
         self,

@@ -99,27 +99,45 @@ class Names:
 NO_NAMES = Names({})
 
 
-def given_names(path: str, body: bytes, parse: Parse) -> Sequence[str] | None:
-    """Return the ids in a request: one for all of its prompts, or one for each.
+@dataclass(frozen=True)
+class GivenNames:
+    """The ids in a request.
 
-    None: the body has no such field. Empty: the ids are invalid or blank. The body is not parsed if the field occurs at
-    most once.
+    Attributes:
+        valid: one id for all prompts, or one for each. Empty: the ids are invalid or blank.
+        values: every value of the field, at any depth; None if the body must be parsed to know them.
+    """
+
+    valid: Sequence[str]
+    values: Sequence[object] | None
+
+
+def given_names(path: str, body: bytes, parse: Parse) -> GivenNames | None:
+    """Return the ids in a request; None if the body has no such field.
+
+    The body is not parsed if the field occurs at most once, and not even searched if it is the last field: engines take
+    the last of several.
 
     Raises:
         Exception: any error of `parse`.
     """
     field = _FIELDS.get(path, _RID)
-    escaped = _may_be_escaped(body)
-    first = body.find(field.quoted)  # `not in` takes three times as long on short bodies
-    if not escaped and first < 0:
-        return None
-    try:
-        given = _client_rids(body, field.name, parse) if escaped else field.only(body, first)
-    except Incomplete:  # the field occurs several times, at different depths
-        given = _client_rids(body, field.name, parse)
+    values: list[object] | None = None
+    with suppress(Incomplete):
+        values = [field.last(body)]
+    if values is None:
+        escaped = _may_be_escaped(body)
+        first = body.find(field.quoted)  # `not in` takes three times as long on short bodies
+        if not escaped and first < 0:
+            return None
+        if not escaped:
+            with suppress(Incomplete):  # an incomplete value: `parse` reports it below
+                values = [*field.values(body, first)]
+    only = values is not None and len(values) == 1  # otherwise the field occurs several times, at different depths
+    given = values[0] if values is not None and only else _client_rids(body, field.name, parse)
     names = given if isinstance(given, list) else [given]
     strings = [name for name in names if isinstance(name, str) and name]
-    return strings if len({*strings}) == len(names) else ()
+    return GivenNames(strings if len({*strings}) == len(names) else (), values)
 
 
 def engine_names(path: str, body: bytes, parse: Parse) -> Sequence[str]:
@@ -128,17 +146,18 @@ def engine_names(path: str, body: bytes, parse: Parse) -> Sequence[str]:
     Raises:
         Exception: any error of `parse`.
     """
-    names = [*(given_names(path, body, parse) or ())]
+    given = given_names(path, body, parse)
+    names = [] if given is None else [*given.valid]
     if len(names) != 1:
         return names
     parsed = parse(body)
     return names if isinstance(parsed[NAME_FIELDS.get(path, RID)], list) else _expand_rids(parsed, names)
 
 
-def must_rename(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
+def must_rename(path: str, body: bytes, parse: Parse, given: GivenNames, *, private: bool) -> bool:
     """Return whether the ids in a request must be replaced before an engine sees them.
 
-    The body is not parsed if it has no ids, or only ids that are no prefix of others.
+    The body is not parsed if all ids are no prefix of others.
 
     Args:
         private: the client shares no ids with other clients, so its ids must not be a prefix of theirs either.
@@ -146,16 +165,9 @@ def must_rename(path: str, body: bytes, parse: Parse, *, private: bool) -> bool:
     Raises:
         Exception: any error of `parse`.
     """
-    field = _FIELDS.get(path, _RID)
-    escaped = _may_be_escaped(body)
-    first = body.find(field.quoted)
-    if not escaped and first < 0:
+    if given.values is not None and not any(_must_change(value, private=private) for value in given.values):
         return False
-    if not escaped:
-        with suppress(Incomplete):  # an incomplete value: `parse` reports it below
-            if not any(_must_change(value, private=private) for value in field.values(body, first)):
-                return False
-    return _must_change(_client_rids(body, field.name, parse), private=private)
+    return _must_change(_client_rids(body, NAME_FIELDS.get(path, RID), parse), private=private)
 
 
 def _must_change(given: object, *, private: bool) -> bool:

@@ -119,6 +119,10 @@ class ByteLevelSpeller(AddedTokens):
         except UnicodeDecodeError:
             return _spell_invalid(parts)
 
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids` behind other text, with special tokens; each invalid sequence becomes U+FFFD."""
+        return b"".join(map(self._verbatim.__getitem__, self.clamped(ids))).decode("utf-8", "replace")
+
     def bytes_of(self, token: int) -> bytes:
         return self._verbatim[token]
 

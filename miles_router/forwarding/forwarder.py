@@ -16,7 +16,7 @@ from miles_router.engines.engine import CannotServe, Parts, Translation
 from miles_router.engines.facts import UnkeyedPaths
 from miles_router.engines.json_bytes import prompt_tokens, read_json
 from miles_router.engines.known import USUAL
-from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, given_names, must_rename
+from miles_router.engines.names import NO_NAMES, GivenNames, Names, RenamedRequest, given_names, must_rename
 from miles_router.errors import FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
@@ -205,7 +205,7 @@ class Forwarder:
             reply.close()
             raise
 
-    def _given_names(self, request: Outgoing) -> Sequence[str] | None:
+    def _given_names(self, request: Outgoing) -> GivenNames | None:
         """Return the generation names (`rid`) that the client gave, as `engines.names.given_names` does.
 
         Raises:
@@ -214,7 +214,7 @@ class Forwarder:
         return given_names(request.endpoint, request.body, read_json) if request.computes else None
 
     def _must_rename(
-        self, request: Outgoing, routing: Routing | None, workers: Sequence[Worker], given: Sequence[str] | None
+        self, request: Outgoing, routing: Routing | None, workers: Sequence[Worker], given: GivenNames | None
     ) -> bool:
         """Return True if the client's names must be replaced: they are unsafe for the engines, or may still be in use.
 
@@ -223,17 +223,17 @@ class Forwarder:
         """
         if given is None:
             return False
-        if any(self._used_names.any_used(worker, given) for worker in workers):
+        if any(self._used_names.any_used(worker, given.valid) for worker in workers):
             return True
         private = self._in_flight.private or (routing is not None and routing.private)
-        return must_rename(request.endpoint, request.body, read_json, private=private)
+        return must_rename(request.endpoint, request.body, read_json, given, private=private)
 
     def _record_names(
-        self, request: Outgoing, workers: Sequence[Worker], given: Sequence[str] | None, others: Collection[str] | None
+        self, request: Outgoing, workers: Sequence[Worker], given: GivenNames | None, others: Collection[str] | None
     ) -> None:
         """Record the names (`rid`) that the workers get: `others`, or the client's names (`given`) if that is None."""
-        if given:
-            own = given if others is None else ()
+        if given is not None and given.valid:
+            own = given.valid if others is None else ()
             request.names = NameUse(self._used_names, workers, own, others or ())
 
     async def _generate(

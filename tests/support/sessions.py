@@ -52,9 +52,7 @@ class Scene:
         self.equal = equal
         self.store = SessionStore(bounds, now=lambda: self.time, clock=lambda: self.time, equal=equal)
         self.session = self.store.create("s")
-        self.recorder = TurnRecorder(
-            self.store, lambda token: token >= SPECIAL, lambda ids, **_: "", now=lambda: self.time
-        )
+        self.recorder = TurnRecorder(self.store, lambda token: token >= SPECIAL, lambda ids: "", now=lambda: self.time)
         self._ids = itertools.count(1)
 
     def ids(self, count: int) -> list[int]:

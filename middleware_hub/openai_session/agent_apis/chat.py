@@ -59,7 +59,8 @@ class ChatApi(AgentApi):
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
         turn = await self.build_turn(session, fields, contexts_of(fields), now=now, places=places)
-        return replace(turn, facts={**turn.facts, **media.facts, **unread.facts})
+        facts = {**media.facts, **unread.facts}
+        return replace(turn, facts={**turn.facts, **facts}) if facts else turn
 
     async def build_turn(
         self,

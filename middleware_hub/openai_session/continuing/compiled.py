@@ -143,6 +143,7 @@ def _direct_writer(tokenizer: Any, source: object, settings: Mapping[str, Any]) 
     if type(sandbox) is not ImmutableSandboxedEnvironment:
         raise RenderingDiffers("transformers compiles templates differently")
     template = Sandbox.copy_of(sandbox).from_string(source)
+    template.globals = {**template.globals}  # each rendering copies them, which is slow for Jinja's `ChainMap`
     before = {**tokenizer.special_tokens_map, **settings}
 
     def write(

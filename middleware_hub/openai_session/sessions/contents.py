@@ -25,6 +25,7 @@ from middleware_hub.openai_session.sessions.messages import (
     ASSISTANT,
     FUNCTION_CALL,
     TEXT_PARTS,
+    USER,
     Message,
     Unread,
     function_of,
@@ -200,7 +201,12 @@ def readable_contents(messages: Sequence[Message], media: Media) -> Sequence[Mes
     Raises:
         BadRequest: a message has media or unknown parts, and the media policy refuses them.
     """
-    changed = [_message(message, f"messages[{place}]", media) for place, message in enumerate(messages)]
+    changed = [
+        message
+        if isinstance(message.get("content"), str) and "tool_calls" not in message
+        else _message(message, f"messages[{place}]", media)
+        for place, message in enumerate(messages)
+    ]
     return messages if all(map(operator.is_, messages, changed)) else changed
 
 
@@ -279,7 +285,6 @@ def _text(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-USER = "user"
 #: Fields that reach a chat template, and cache marks, which a model does not read.
 USER_FIELDS = frozenset(("role", "content", "cache_control"))
 OTHER_FIELDS = USER_FIELDS | {
@@ -299,7 +304,8 @@ def readable_fields(messages: Sequence[Message], media: Media, unread: Unread) -
         BadRequest: a message has audio without a transcript, and the media policy refuses it.
     """
     changed = [
-        _with_read_fields(message, f"messages[{place}]", media, unread) for place, message in enumerate(messages)
+        message if message.keys() <= USER_FIELDS else _with_read_fields(message, f"messages[{place}]", media, unread)
+        for place, message in enumerate(messages)
     ]
     return messages if all(map(operator.is_, messages, changed)) else changed
 

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import orjson
@@ -100,12 +101,11 @@ class HistoryNode:
         """Match messages from this node on, among the turns with a smaller number than `before`."""
         found = [[self]]
         for message in messages:
-            nodes = [
-                child
-                for node in found[-1]
-                for child in node.children
-                if child.added_by < before and child.matches(message, equal)
-            ]
+            nodes: list[HistoryNode] = []
+            for node in found[-1]:
+                for child in node.children:
+                    if child.added_by < before and (child.message == message or child.matches(message, equal)):
+                        nodes.append(child)  # noqa: PERF401 - faster than a comprehension, for each message of a turn
             if not nodes:
                 break
             found.append(nodes)
@@ -198,11 +198,11 @@ class SessionHistory:
         if same_id is not None and match.stops_at_calls():
             held = restore_ids(self._root, messages, equal, same_id)
             match = self._root.match(held, equal)
-        for turn in match.turns():
-            if turn.context in contexts and (
-                best is None or (turn.messages, turn.number) > (best.messages, best.number)
-            ):
-                best = turn
+        for nodes in reversed(match.nodes[1:]):
+            turns = [node.turn for node in nodes if node.turn is not None and node.turn.context in contexts]
+            if turns:
+                best = max(turns, key=attrgetter("number"))
+                break
         if best is None:
             return ParentMatch(None, tuple(messages), contexts[0])
         return ParentMatch(best, tuple(held[best.messages :]), best.context)

@@ -127,7 +127,9 @@ def refuse_long_turn(body: bytes, parsed: Any) -> None:
         BadRequest: the turn, or the arguments of one call, have more than `MAX_VALUES` values, or the prompt more than
             `MAX_IDS` ids.
     """
-    if not isinstance(parsed, dict) or not may_have_many_values(body, MAX_VALUES):
+    if not isinstance(parsed, dict) or len(body) <= 2 * MAX_VALUES or len(body) - _text_in(parsed) <= 2 * MAX_VALUES:
+        return  # each value takes two bytes
+    if not may_have_many_values(body, MAX_VALUES):
         return
     prompt = parsed.get(PROMPT)
     if isinstance(prompt, list) and sum(len(each) if isinstance(each, list) else 1 for each in prompt) > MAX_IDS:
@@ -136,6 +138,13 @@ def refuse_long_turn(body: bytes, parsed: Any) -> None:
     refuse_many_values(body, [fields], MAX_VALUES)  # in a list, because at the top level it would exempt fields of ids
     if any(_values_in(text) > MAX_VALUES for text in _arguments([*parsed.values()])):
         raise BadRequest(f"the arguments of a call have more than {MAX_VALUES} values")
+
+
+def _text_in(parsed: Mapping[str, Any]) -> int:
+    """Return the characters in messages that are one text; no value but the text is among them."""
+    messages = parsed.get("messages")
+    contents = map(_content, messages) if isinstance(messages, list) and {*map(type, messages)} == {dict} else ()
+    return sum([len(content) for content in contents if isinstance(content, str)])
 
 
 def _values_in(text: str) -> int:
@@ -156,7 +165,7 @@ def _arguments(waiting: list[Any]) -> list[str]:
     return found
 
 
-ASSISTANT, FUNCTION_CALL = "assistant", "function_call"
+USER, ASSISTANT, FUNCTION_CALL = "user", "assistant", "function_call"
 #: The most field names in the record of a turn, and the most characters of each.
 MAX_NAMES, MAX_NAME_LENGTH = 32, 64
 
@@ -363,6 +372,8 @@ def named_calls(messages: Sequence[Message], unread: Unread, *, writes_ids: bool
 
 
 def _is_named(message: Message) -> bool:
+    if message["role"] == USER:
+        return True
     role, calls = message["role"].lower(), message.get("tool_calls")
     if role == ASSISTANT:
         return not message.get(FUNCTION_CALL) and not (isinstance(calls, list) and not all(map(_has_id, calls)))

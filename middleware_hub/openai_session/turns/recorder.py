@@ -78,7 +78,7 @@ class TurnRecorder:
 
     Args:
         is_special: returns True for special tokens such as `<|im_end|>`.
-        decode: decodes token ids to text.
+        decode: decodes token ids to text, with special tokens.
         now: returns Unix seconds.
         run: counts the recorded tokens for the run's statistics.
     """
@@ -87,7 +87,7 @@ class TurnRecorder:
         self,
         store: SessionStore,
         is_special: Callable[[int], bool],
-        decode: Callable[..., str],
+        decode: Callable[[Sequence[int]], str],
         now: Callable[[], float],
         run: RunSeries | None = None,
     ) -> None:
@@ -241,7 +241,7 @@ class TurnRecorder:
     def _text_of(self, choice: Choice) -> str:
         if choice.text is None:
             ended = len(choice.ids) and self._is_special(choice.ids[-1])
-            choice.text = self._decode(choice.ids[:-1] if ended else choice.ids, skip_special_tokens=False)
+            choice.text = self._decode(choice.ids[:-1] if ended else choice.ids)
         return choice.text
 
     def _parsed_text_of(self, choice: Choice) -> str:
@@ -249,7 +249,7 @@ class TurnRecorder:
         last = int(choice.ids[-1]) if len(choice.ids) else None
         if last is None or choice.matched != last or self._is_special(last):
             return self._text_of(choice)
-        return self._decode(choice.ids[:-1], skip_special_tokens=False)
+        return self._decode(choice.ids[:-1])
 
     def _ended_itself(self, choice: Choice, sampled: Sequence[Piece]) -> bool:
         """Return True if the last token is the model's own end of turn.

@@ -23,6 +23,7 @@ from miles_router.engines.answers import (
     without_logprobs,
 )
 from miles_router.engines.facts import Facts
+from miles_router.engines.generate import RID
 from miles_router.engines.openai.chat_stream import (
     GrowingChat,
     chunks_of,
@@ -105,7 +106,9 @@ class ChatEndpoint:
             sent[PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE] = True
             return orjson.dumps(sent)
         sent.pop("input_ids", None)
-        return b"".join((memoryview(orjson.dumps(sent))[:-1], b',"input_ids":', *ids, b"}"))
+        # The rid comes last, where it is found without a search of the body.
+        end = b"," + orjson.dumps({RID: sent.pop(RID)})[1:] if RID in sent else b"}"
+        return b"".join((memoryview(orjson.dumps(sent))[:-1], b',"input_ids":', *ids, end))
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
         try:

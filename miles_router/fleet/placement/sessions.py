@@ -37,7 +37,7 @@ NAMES = ("x-claude-code-session-id", "session_id", "session-id", "body:prompt_ca
 BODY = "body:"
 #: Bytes at each end of a body that are searched for fields. The request's own fields stand before or after its
 #: messages, which may be long and are not searched.
-EDGE = 32 * 1024
+EDGE = 16 * 1024
 #: The paths whose bodies are searched for these fields.
 PATHS = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES})
 MAX_KEY_LENGTH = 512
