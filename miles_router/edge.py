@@ -105,13 +105,13 @@ class RouterApp:
                 if not exchange.forwarded:
                     self._report(error, exchange, scope, began=outlet.status != 0)
                 if outlet.status == 0 and not isinstance(error, ClientDisconnected):
-                    self._shape_errors(scope)
+                    self._shape_errors(scope, exchange)
                     await _answer(error, exchange, outlet)
                 refused = error.status
             else:  # a RouterError without a type is for control flow; a layer should have caught it
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
                 if outlet.status == 0:
-                    self._shape_errors(scope)
+                    self._shape_errors(scope, exchange)
                     await _answer(InternalError("the router failed; its log has the details"), exchange, outlet)
         finally:
             if self._counts and not exchange.forwarded:  # otherwise the process that answers counts it
@@ -187,10 +187,13 @@ class RouterApp:
         scope[SCOPE_KEY].check_announced_size(scope)
         return entrance.routes if rule.own else self._stack
 
-    def _shape_errors(self, scope: Scope) -> None:
+    def _shape_errors(self, scope: Scope, exchange: Exchange) -> None:
         for layer in self._entrances[_trained(scope)].layers:
             if isinstance(layer, ShapesErrors):
-                layer.shape_errors(scope)
+                try:
+                    layer.shape_errors(scope)
+                except Exception as defect:  # the client still gets the error, in the router's plain form
+                    logger.error("internal_error", exc_info=defect, extra={"fields": _fields(exchange, scope)})
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         """Count a failed request and log it in one line.

@@ -140,6 +140,14 @@ async def test_a_defect_in_a_middleware_is_a_500_that_tells_nothing(stage: Stage
     await stage.provoked(logged)
 
 
+async def test_an_error_is_answered_plainly_where_a_middleware_cannot_shape_it(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Misshaping"), api_key="key")
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (401, "unauthorized")
+    assert b"secret" not in answer.body
+    await stage.provoked("internal_error")
+
+
 async def test_a_reply_that_it_began_and_did_not_end_is_broken_off(stage: Stage) -> None:
     router = await stage.router(await stage.worker(), middlewares=stack("Breaking"))
     with pytest.raises(CutReply) as cut:

@@ -230,6 +230,13 @@ class Failing(Passing):
         raise ZeroDivisionError("a defect with a secret in its message")
 
 
+class Misshaping(Passing):
+    """Has a defect where it gives errors another form."""
+
+    def shape_errors(self, scope: Scope) -> None:
+        raise ZeroDivisionError("a defect with a secret in its message")
+
+
 class Silent(Passing):
     """Answers nothing."""
 
