@@ -45,7 +45,9 @@ class ControlRoutes:
                 response.headers["content-type"] = answered.content_type.decode("latin-1")
             return response
 
-        return Route(known.path, answer, methods=list(known.methods))
+        route = Route(known.path, answer, methods=list(known.methods))
+        route.methods = {*known.methods}  # Starlette adds HEAD, which gives no order
+        return route
 
 
 def _without_model_id(scope: Scope) -> Scope:

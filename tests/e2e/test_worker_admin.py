@@ -256,3 +256,6 @@ async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage)
             assert allowed
             assert method.encode() not in allowed.split(b", ")
             assert worker.requests == []
+    answer = await router.ask("HEAD", "/flush_cache")
+    (allowed,) = answer.values("allow")
+    assert (answer.status, {*allowed.split(b", ")}, worker.requests) == (405, {b"GET", b"POST"}, [])
