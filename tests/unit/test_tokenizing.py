@@ -26,7 +26,7 @@ from miles_router.engines.spelling import NO_CUT
 from miles_router.errors import Unavailable
 from miles_router.testing.tiny_tokenizer import build
 from tests.support.tiers import examples
-from tests.support.tokenizers import PACKAGES, tokenizer
+from tests.support.tokenizers import CHAT_PACKAGES, PACKAGES, tokenizer
 from tests.support.waiting import until
 
 LONGEST = 20_000_000
@@ -190,6 +190,16 @@ def test_ends_say_where_a_text_can_be_cut(name: str, text: str, cut: int) -> Non
     assert [end for _, end in cuts] == sorted(end for _, end in cuts)
     again = _encoder(name).encode_rest(text[: cuts[cut % len(cuts)][1]] if cuts else "")
     assert again.ends.tolist()[-1:] == ([cuts[cut % len(cuts)][1]] if cuts and cuts[cut % len(cuts)][1] else [])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *sorted(CHAT_PACKAGES)])
+@settings(max_examples=examples(60))
+@given(places=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=30))
+def test_ids_have_the_text_that_the_tokenizer_decodes(name: str, places: list[float]) -> None:
+    loaded, added = tokenizer(name), sorted(tokenizer(name).backend_tokenizer.get_added_tokens_decoder())
+    size = loaded.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+    sampled = [added[int(10 * each * len(added))] if each < 0.1 else int(each * size) for each in places]
+    assert _encoder(name).text_of(sampled) == loaded.decode(sampled, skip_special_tokens=False)
 
 
 def test_a_trimmed_stop_token_is_spelled_behind_what_was_shown() -> None:
