@@ -201,7 +201,7 @@ class Responses:
 
     def find_by_reasoning(self, text: str) -> Sequence[str]:
         """Return the ids of the responses whose reasoning is this text, apart from white space around it."""
-        return self._thinkers.get(_digest(text.strip()), ())
+        return self._thinkers.get(_digest(text.strip()), ()) if self._thinkers else ()
 
 
 def _stripped(text: object) -> str:
