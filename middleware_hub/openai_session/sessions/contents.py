@@ -201,7 +201,7 @@ def readable_contents(messages: Sequence[Message], media: Media) -> Sequence[Mes
     Raises:
         BadRequest: a message has media or unknown parts, and the media policy refuses them.
     """
-    changed = [
+    changed = [  # most messages are plain text, and are not looked at twice
         message
         if isinstance(message.get("content"), str) and "tool_calls" not in message
         else _message(message, f"messages[{place}]", media)
